@@ -1,0 +1,71 @@
+# Every target first makes .venv: the pinned tools of requirements/dev.lock, then the package
+# itself, installed as users install it (not editable) and again whenever a source file changes.
+# The environment belongs to this file; do not keep anything else in it.
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
+TOOLS := $(VENV)/tools.stamp
+PACKAGE := $(VENV)/package.stamp
+# Directories are listed too, so that deleting a module reinstalls.
+SOURCES := $(shell find src -name __pycache__ -prune -o -name '.*' -prune -o -print)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo demo-plan test check lint bench lock clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: demo-plan  ## plan an example window and show what it saves
+
+demo-plan: $(PACKAGE)
+	@$(BIN)/python examples/demo_plan.py
+
+test: $(PACKAGE)  ## run the tests, without the slow ones
+	$(BIN)/pytest -n $(WORKERS) --benchmark-disable -m "not slow"
+
+check: $(PACKAGE)  ## run the slow tests and fuzz every property for longer
+	HYPOTHESIS_PROFILE=check $(BIN)/pytest -n $(WORKERS) --benchmark-disable -m "slow or hypothesis"
+
+lint: $(PACKAGE)  ## check style, format, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+	$(BIN)/lint-imports --no-logo
+
+bench: $(PACKAGE)  ## run the benchmarks in bench/
+	$(BIN)/pytest bench --benchmark-only
+
+lock:  ## renew requirements/dev.lock from requirements/dev.in
+	@echo "resolving requirements/dev.in"
+	@new=$$(mktemp -d) && trap 'rm -rf "$$new"' EXIT && \
+	$(PYTHON) -m venv "$$new" && \
+	"$$new/bin/python" -m pip -qq --disable-pip-version-check --no-input install -r requirements/dev.in && \
+	{ echo "# Made by \`make lock\` from requirements/dev.in; do not edit." && \
+	  "$$new/bin/python" -m pip freeze --exclude routepack; } > "$$new/dev.lock" && \
+	cp "$$new/dev.lock" requirements/dev.lock
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) build dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(TOOLS): requirements/dev.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	{ echo "routepack needs Python 3.11 or later, which $(PYTHON) is not: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "installing the pinned tools into $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) install --no-deps -r requirements/dev.lock
+	@touch $@
+
+# The old copy goes first, compiled kernels included: numba does not notice a change in a kernel
+# that another file's kernel calls.
+$(PACKAGE): $(TOOLS) pyproject.toml $(SOURCES)
+	@echo "installing routepack into $(VENV)"
+	@rm -rf $(VENV)/lib/python3*/site-packages/routepack
+	@$(PIP) install --force-reinstall --no-deps --no-build-isolation .
+	@$(BIN)/python -m pip --disable-pip-version-check check > $(VENV)/check.log 2>&1 || { cat $(VENV)/check.log >&2; exit 1; }
+	@touch $@
