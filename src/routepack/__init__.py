@@ -1,0 +1,67 @@
+"""routepack: expert placement and micro-batch packing for RL training of Mixture-of-Experts models.
+
+Importing this module compiles nothing; `plan` loads the numba kernels at its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routepack.budget import Budget
+from routepack.cost import AttentionStage, CostModel
+from routepack.errors import InfeasibleError, InputError
+from routepack.plan import Plan
+from routepack.topology import Topology
+from routepack.window import Window
+
+__version__ = "0.1.0"
+__all__ = [
+    "AttentionStage",
+    "Budget",
+    "CostModel",
+    "InfeasibleError",
+    "InputError",
+    "Plan",
+    "Topology",
+    "Window",
+    "plan",
+]
+
+
+def plan(
+    window: Window,
+    topology: Topology,
+    *,
+    token_cap: int,
+    cost_model: CostModel | None = None,
+    method: str = "routepack",
+    budget: Budget | None = None,
+    current_placement: NDArray[np.int32] | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> Plan:
+    """Plan one optimizer step: where each expert lives, and which micro-batch trains each sample.
+
+    window             lengths [S] and demand [S, L, E] of the step's samples
+    topology           DP ranks, EP ranks and EDP shards
+    token_cap          C, tokens of a micro-batch on one DP rank (tokens per GPU times cp)
+    cost_model         default: one stage linear 60, quadratic 20, expert 1
+    method             one of routepack.plan.METHODS; only the last three search
+    budget             default one second, from the entry of this function with kernels warm
+    current_placement  [L, E] slots held now; the new placement moves as few experts as it can
+    threads            default: the CPUs this process may use
+    stop               called between temperature steps; True ends the search with its best
+
+    Raises InputError for input that cannot be used, InfeasibleError where no plan exists. Seconds by
+    stage are in Plan.stats. The first call of a process loads the kernels, the first one after an
+    installation compiles them.
+    """
+    from routepack.planner import make_plan
+
+    return make_plan(
+        window, topology, token_cap, cost_model, method, budget, current_placement, seed, threads, stop
+    )

@@ -1,0 +1,136 @@
+"""The cost model: attention stages and the expert term, in units of one cap of tokens."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from routepack.errors import InputError
+from routepack.topology import Topology
+from routepack.window import Window
+
+
+class AttentionStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A family of attention layers, its layer count folded into the coefficients.
+
+    A cell costs linear * T + quadratic * Q, with T = sum(n)/C and Q = sum((n/C)^2) over its samples
+    (documents attend separately). Linear attention (KDA, Gated DeltaNet): quadratic = 0. A sliding
+    window of w tokens: Q = sum(m * (2n - m))/C^2 with m = min(n, w).
+    """
+
+    name: str
+    linear: float
+    quadratic: float
+    window_tokens: int | None = None
+
+
+class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Attention stages, weight of the expert term, and normalisation (design section 4)."""
+
+    attention: tuple[AttentionStage, ...]
+    expert: float = 1.0
+    normalise: str = "cap"
+
+    def __post_init__(self) -> None:
+        if not self.attention:
+            raise InputError("attention: expected at least one [[attention]] stage")
+        _cost("expert", self.expert)
+        if self.normalise not in ("cap", "window"):
+            raise InputError.at("normalise", self.normalise, "'cap' or 'window'")
+        for i, stage in enumerate(self.attention):
+            _cost("attention.linear", stage.linear, i)
+            _cost("attention.quadratic", stage.quadratic, i)
+            w = stage.window_tokens
+            if w is not None and w < 1:
+                raise InputError.at("attention.window_tokens", w, "a whole number >= 1", i)
+        if self.expert == 0 and not any(s.linear or s.quadratic for s in self.attention):
+            raise InputError("cost model: expected a cost above 0, every coefficient is 0")
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> CostModel:
+        """Read a cost model; unknown keys are errors. Raises InputError."""
+        return from_toml(path, cls)
+
+    def resolve(self, window: Window, topology: Topology, token_cap: int) -> Coefficients:
+        """The coefficients of the integers that a layout is scored by."""
+        quadratic_TS = [stage_tokens2(window.lengths_S, s.window_tokens) for s in self.attention]
+        linear = [s.linear / token_cap for s in self.attention]
+        quadratic = [s.quadratic / (token_cap * token_cap) for s in self.attention]
+        expert = self.expert / token_cap
+        if self.normalise == "window":
+            tokens = int(window.lengths_S.sum())
+            work = [
+                a * tokens + b * int(q_S.sum())
+                for a, b, q_S in zip(linear, quadratic, quadratic_TS, strict=True)
+            ]
+            attention_balanced = math.fsum(work) / topology.dp
+            routed = int(window.demand_LE.sum())
+            expert_balanced = routed / (topology.ep * topology.edp)
+            if attention_balanced > 0:
+                linear = [a / attention_balanced for a in linear]
+                quadratic = [b / attention_balanced for b in quadratic]
+            if expert_balanced > 0:
+                expert = self.expert / expert_balanced
+        return Coefficients(
+            linear_T=np.array(linear),
+            quadratic_T=np.array(quadratic),
+            expert=expert,
+            quadratic_tokens_TS=np.stack(quadratic_TS),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Coefficients:
+    """Cost per integer unit. Suffix T: attention stages.
+
+    A cell's stage costs linear_T * sum(n) + quadratic_T * sum(quadratic_tokens_TS); a group's expert
+    term is expert * (sum over layers of the busiest rank's routed tokens).
+    """
+
+    linear_T: NDArray[np.float64]
+    quadratic_T: NDArray[np.float64]
+    expert: float
+    quadratic_tokens_TS: NDArray[np.int64]
+
+
+def stage_tokens2(lengths_S: NDArray[np.int64], window_tokens: int | None) -> NDArray[np.int64]:
+    """Token pairs (times two) that a causal stage attends: n^2, or m(2n - m) with m = min(n, w)."""
+    if window_tokens is None:
+        return lengths_S * lengths_S
+    m_S = np.minimum(lengths_S, window_tokens)
+    return np.asarray(m_S * (2 * lengths_S - m_S))
+
+
+def read_toml(path: str | Path, what: str) -> dict[str, Any]:
+    """Parse a TOML file, or one line that says why it cannot be."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: expected a readable {what} file, {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: expected TOML, {error}") from None
+
+
+def from_toml(path: str | Path, kind: type[CostModel]) -> CostModel:
+    table = read_toml(path, "cost model")
+    try:
+        return msgspec.convert(table, kind, strict=True)
+    except msgspec.ValidationError as error:
+        cause = error.__cause__
+        detail = cause if isinstance(cause, InputError) else error
+        raise InputError(f"{path}: {detail}") from None
+
+
+def _cost(name: str, value: float, index: int | None = None) -> None:
+    if not math.isfinite(value) or value < 0:
+        raise InputError.at(name, value, "a finite number of at least 0", index)
+
+
+DEFAULT = CostModel(attention=(AttentionStage("attention", 60.0, 20.0),))

@@ -1,0 +1,102 @@
+"""Is a plan what it says? Everything is recomputed with the slow oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routepack.bounds import analytic_bound
+from routepack.errors import InputError
+from routepack.objective import score
+from routepack.plan import Plan, WindowKey, validate_placement
+from routepack.topology import Topology
+from routepack.window import Window
+
+
+def verify(window: Window, plan: Plan) -> list[str]:
+    """One line per broken invariant; empty for a plan that holds. Never raises for a bad plan."""
+    key = WindowKey.of(window)
+    if plan.window != key:
+        fields = [f for f in key.__struct_fields__ if getattr(key, f) != getattr(plan.window, f)]
+        name = fields[0]
+        found, expected = getattr(plan.window, name), getattr(key, name)
+        return [f"window.{name} = {found!r}: expected {expected!r}, the plan is for another window"]
+    broken = _layout(window, plan)
+    try:
+        topology = plan.to_topology()
+        topology.require_plannable()
+        if window.experts % topology.ep:
+            raise InputError.at("topology.ep", topology.ep, f"a divisor of {window.experts} experts")
+        placement_LE = validate_placement(
+            "placement", plan.placement, window.layers, window.experts
+        )
+    except InputError as error:
+        return [*broken, str(error)]
+    if broken:
+        return broken  # a score of rows that are not a layout means nothing
+    return _claims(window, plan, topology, placement_LE)
+
+
+def _layout(window: Window, plan: Plan) -> list[str]:
+    """Each sample once, every cell non-empty and within the cap, D cells a row."""
+    broken = []
+    if not plan.rows:
+        broken.append("rows = []: expected at least one row")
+    seen: dict[int, tuple[int, int]] = {}
+    for m, row in enumerate(plan.rows):
+        if len(row) != plan.topology.dp:
+            broken.append(f"rows[{m}] = {len(row)} cells: expected one for each of dp = {plan.topology.dp}")
+        for d, cell in enumerate(row):
+            where = f"rows[{m}, {d}]"
+            if not cell:
+                broken.append(f"{where} = []: expected at least one sample")
+            if list(cell) != sorted(cell):
+                broken.append(f"{where} = {list(cell)}: expected ascending sample indices")
+            tokens = 0
+            for i in cell:
+                if not 0 <= i < window.samples:
+                    broken.append(f"{where} = {i}: expected a sample in 0..{window.samples - 1}")
+                    continue
+                if i in seen:
+                    broken.append(f"{where} = {i}: expected each sample once, also in rows{list(seen[i])}")
+                seen[i] = (m, d)
+                tokens += int(window.lengths_S[i])
+            if tokens > plan.token_cap:
+                broken.append(f"{where} = {tokens} tokens: expected at most the cap {plan.token_cap}")
+    absent = [i for i in range(window.samples) if i not in seen]
+    if absent:
+        broken.append(f"rows = {len(absent)} samples absent, first {absent[0]}: expected each once")
+    return broken
+
+
+def _claims(window: Window, plan: Plan, topology: Topology, placement_LE: NDArray[np.int32]) -> list[str]:
+    """Score and certificate, recomputed; floats must agree to the last bit."""
+    cost = plan.cost_model.resolve(window, topology, plan.token_cap)
+    truth = score(window, topology, cost, placement_LE, plan.rows)
+    bound = analytic_bound(window, topology, cost)
+    volume = -(-int(window.lengths_S.sum()) // (plan.token_cap * topology.dp))
+    certificate = plan.certificate
+    claims = [
+        (f"score.{name}", getattr(plan.score, name), getattr(truth, name))
+        for name in truth.__struct_fields__
+    ]
+    claims += [
+        ("certificate.cost_lower_bound", certificate.cost_lower_bound, bound),
+        ("certificate.gap", certificate.gap, truth.slowest_shard / bound - 1),
+        (
+            "certificate.rows_certified",
+            certificate.rows_certified,
+            len(plan.rows) == certificate.rows_lower_bound,
+        ),
+    ]
+    broken = [
+        f"{name} = {claimed!r}: expected {recomputed!r}"
+        for name, claimed, recomputed in claims
+        if claimed != recomputed
+    ]
+    if not volume <= certificate.rows_lower_bound <= len(plan.rows):
+        broken.append(
+            f"certificate.rows_lower_bound = {certificate.rows_lower_bound}: "
+            f"expected {volume}..{len(plan.rows)}"
+        )
+    return broken
