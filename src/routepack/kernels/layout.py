@@ -1,0 +1,268 @@
+"""A layout under search: its integers, and the cost that follows from them.
+
+A *group* is a (row, shard): the cells whose tokens meet in one EP group, W = D/G of them. Cells are
+numbered so that cell // W is the group and group % G the shard. Sample S is the null sample: no
+tokens, no demand; moving it does nothing, so a relocation is a swap with it.
+
+Loads are rank-major with layers innermost, so that the busiest rank of every layer is a vertical
+SIMD maximum. Shape suffixes: B groups, c cells, T attention stages, R EP ranks, L layers, S samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from routepack.kernels.jit import inlined, kernel
+
+TOP = 3  # largest cells kept per stage: two may be excluded by a move, the third is the maximum
+
+
+class Static(NamedTuple):
+    """What a search never changes (everything with a sample axis has the null sample last)."""
+
+    length_S: NDArray[np.int64]
+    tokens2_TS: NDArray[np.int64]  # token pairs, per attention stage
+    placed_SRL: NDArray[Any]  # int32 routed tokens on each EP rank
+    placed_LRS: NDArray[Any]  # the same, samples innermost
+    by_length_S: NDArray[np.int32]  # samples, longest first
+    length_rank_S: NDArray[np.int32]  # position in by_length_S
+    linear_T: NDArray[np.float64]
+    quadratic_T: NDArray[np.float64]
+    expert: float
+    cap: int
+    shards: int  # G
+    width: int  # W, cells of a group
+
+
+class State(NamedTuple):
+    """A layout. Integers are the truth; floats are functions of them, recomputed and never summed up."""
+
+    cell_S: NDArray[np.int32]
+    position_S: NDArray[np.int32]  # of a sample among the members of its cell
+    members_ck: NDArray[np.int32]
+    count_c: NDArray[np.int32]
+    tokens_c: NDArray[np.int64]
+    tokens2_Tc: NDArray[np.int64]
+    load_BRL: NDArray[Any]
+    busiest_B: NDArray[np.int64]  # sum over layers of the busiest rank
+    argmax_BL: NDArray[np.int32]  # a busiest rank
+    peak_BS: NDArray[Any]  # demand of each sample on those ranks, summed over layers
+    work_Tc: NDArray[np.float64]
+    top_BTk: NDArray[np.float64]  # the largest cells of a group, per stage
+    top_cell_BTk: NDArray[np.int32]
+    cost_B: NDArray[np.float64]  # J
+    shard_G: NDArray[np.float64]  # U
+    peak_L: NDArray[Any]  # scratch, as is the next
+    new_argmax_L: NDArray[np.int32]
+
+
+def static_type(load: Any) -> Any:
+    """numba's type of Static with loads in `load` (int32, or int64 beyond 2**31)."""
+    i32, i64, f64 = types.int32, types.int64, types.float64
+    fields = (
+        i64[::1], i64[:, ::1], load[:, :, ::1], load[:, :, ::1], i32[::1], i32[::1],
+        f64[::1], f64[::1], f64, i64, i64, i64,
+    )  # fmt: skip
+    return types.NamedTuple(fields, Static)
+
+
+def state_type(load: Any) -> Any:
+    """numba's type of State with loads in `load`."""
+    i32, i64, f64 = types.int32, types.int64, types.float64
+    fields = (
+        i32[::1], i32[::1], i32[:, ::1], i32[::1], i64[::1], i64[:, ::1], load[:, :, ::1],
+        i64[::1], i32[:, ::1], load[:, ::1], f64[:, ::1], f64[:, :, ::1], i32[:, :, ::1],
+        f64[::1], f64[::1], load[::1], i32[::1],
+    )  # fmt: skip
+    return types.NamedTuple(fields, State)
+
+
+@inlined
+def refresh_cell(static, state, c):  # type: ignore[no-untyped-def]
+    for t in range(len(static.linear_T)):
+        state.work_Tc[t, c] = (
+            static.linear_T[t] * state.tokens_c[c] + static.quadratic_T[t] * state.tokens2_Tc[t, c]
+        )
+
+
+@inlined
+def refresh_attention(static, state, b):  # type: ignore[no-untyped-def]
+    """The largest cells of group b, per stage; ties to the lowest cell."""
+    for t in range(len(static.linear_T)):
+        for k in range(TOP):
+            state.top_BTk[b, t, k] = 0.0
+            state.top_cell_BTk[b, t, k] = -1
+        for c in range(b * static.width, (b + 1) * static.width):
+            value, cell = state.work_Tc[t, c], np.int32(c)
+            for k in range(TOP):
+                held = state.top_cell_BTk[b, t, k]
+                if held < 0 or value > state.top_BTk[b, t, k]:
+                    moved = state.top_BTk[b, t, k]
+                    state.top_BTk[b, t, k], state.top_cell_BTk[b, t, k] = value, cell
+                    value, cell = moved, held
+                    if held < 0:
+                        break
+
+
+@inlined
+def refresh_experts(static, state, b):  # type: ignore[no-untyped-def]
+    """Busiest ranks of group b, and each sample's demand on them where a busiest rank changed."""
+    load_RL, peak_L, argmax_L = state.load_BRL[b], state.peak_L, state.new_argmax_L
+    ranks, layers = load_RL.shape
+    for layer in range(layers):
+        peak_L[layer] = load_RL[0, layer]
+        argmax_L[layer] = 0
+    for r in range(1, ranks):
+        for layer in range(layers):
+            larger = load_RL[r, layer] > peak_L[layer]
+            peak_L[layer] = load_RL[r, layer] if larger else peak_L[layer]
+            argmax_L[layer] = r if larger else argmax_L[layer]
+    busiest = np.int64(0)
+    for layer in range(layers):
+        busiest += peak_L[layer]
+    state.busiest_B[b] = busiest
+    peak_S = state.peak_BS[b]
+    for layer in range(layers):
+        old, new = state.argmax_BL[b, layer], argmax_L[layer]
+        if new != old:
+            state.argmax_BL[b, layer] = new
+            add_S = static.placed_LRS[layer, new]
+            take_S = static.placed_LRS[layer, old]
+            for s in range(len(peak_S)):
+                peak_S[s] += add_S[s] - take_S[s]
+
+
+@inlined
+def attention(state, b):  # type: ignore[no-untyped-def]
+    """A of group b: stages in order, as in objective.py."""
+    total = 0.0
+    for t in range(state.top_BTk.shape[1]):
+        total += state.top_BTk[b, t, 0]
+    return total
+
+
+@inlined
+def refresh_cost(static, state, b):  # type: ignore[no-untyped-def]
+    state.cost_B[b] = attention(state, b) + static.expert * state.busiest_B[b]
+
+
+@inlined
+def refresh_shards(static, state):  # type: ignore[no-untyped-def]
+    """U summed over rows in order: a function of the layout, not of the moves that led to it."""
+    for g in range(static.shards):
+        total = 0.0
+        for b in range(g, len(state.cost_B), static.shards):
+            total += state.cost_B[b]
+        state.shard_G[g] = total
+
+
+@inlined
+def add(static, state, s, c, sign):  # type: ignore[no-untyped-def]
+    """Add sample s to cell c (sign 1) or take it out (sign -1), integers only."""
+    state.tokens_c[c] += sign * static.length_S[s]
+    for t in range(len(static.linear_T)):
+        state.tokens2_Tc[t, c] += sign * static.tokens2_TS[t, s]
+    if sign > 0:
+        state.cell_S[s] = c
+        state.position_S[s] = state.count_c[c]
+        state.members_ck[c, state.count_c[c]] = s
+        state.count_c[c] += 1
+    else:
+        state.count_c[c] -= 1
+        last = state.members_ck[c, state.count_c[c]]
+        state.members_ck[c, state.position_S[s]] = last
+        state.position_S[last] = state.position_S[s]
+
+
+@inlined
+def shift(static, state, b, out, into):  # type: ignore[no-untyped-def]
+    """Group b loses sample `out` and gains sample `into`: loads only."""
+    load_RL, out_RL, into_RL = state.load_BRL[b], static.placed_SRL[out], static.placed_SRL[into]
+    ranks, layers = load_RL.shape
+    for r in range(ranks):
+        for layer in range(layers):
+            load_RL[r, layer] += into_RL[r, layer] - out_RL[r, layer]
+
+
+def _build(static: Static, state: State, cell_S: NDArray[np.int32]) -> None:
+    """Fill `state` from scratch for the layout cell_S (null sample not included)."""
+    layers = static.placed_SRL.shape[2]
+    samples = len(static.length_S) - 1
+    state.tokens_c[:] = 0
+    state.tokens2_Tc[:] = 0
+    state.count_c[:] = 0
+    state.load_BRL[:] = 0
+    for s in range(samples):
+        add(static, state, s, cell_S[s], 1)
+        shift(static, state, cell_S[s] // static.width, samples, s)
+    state.cell_S[samples] = -1
+    state.argmax_BL[:] = 0
+    state.peak_BS[:] = 0
+    for b in range(len(state.cost_B)):
+        for layer in range(layers):
+            for s in range(samples):
+                state.peak_BS[b, s] += static.placed_LRS[layer, 0, s]
+        for c in range(b * static.width, (b + 1) * static.width):
+            refresh_cell(static, state, c)
+        refresh_attention(static, state, b)
+        refresh_experts(static, state, b)
+        refresh_cost(static, state, b)
+    refresh_shards(static, state)
+
+
+def _measure(
+    static: Static,
+    cell_S: NDArray[np.int32],
+    attention_B: NDArray[np.float64],
+    busiest_B: NDArray[np.int64],
+    load_RL: NDArray[Any],
+) -> None:
+    """A of every group, and its busiest ranks summed over layers, of a layout that is no State."""
+    groups, width = len(attention_B), static.width
+    ranks, layers = load_RL.shape
+    for b in range(groups):
+        load_RL[:] = 0
+        attention_B[b] = 0.0
+        tokens_c = np.zeros(width, np.int64)
+        tokens2_Tc = np.zeros((len(static.linear_T), width), np.int64)
+        for s in range(len(cell_S)):
+            c = cell_S[s] - b * width
+            if 0 <= c < width:
+                tokens_c[c] += static.length_S[s]
+                tokens2_Tc[:, c] += static.tokens2_TS[:, s]
+                for r in range(ranks):
+                    for layer in range(layers):
+                        load_RL[r, layer] += static.placed_SRL[s, r, layer]
+        for t in range(len(static.linear_T)):
+            largest = 0.0
+            for c in range(width):
+                work = static.linear_T[t] * tokens_c[c] + static.quadratic_T[t] * tokens2_Tc[t, c]
+                largest = max(largest, work)
+            attention_B[b] += largest
+        busiest = np.int64(0)
+        for layer in range(layers):
+            peak = load_RL[0, layer]
+            for r in range(1, ranks):
+                peak = max(peak, load_RL[r, layer])
+            busiest += peak
+        busiest_B[b] = busiest
+
+
+def compile_for(function: Callable[..., Any], load: Any, *rest: Any) -> Callable[..., Any]:
+    """`function(static, state, *rest)` compiled for loads of one integer type."""
+    signature = types.void(static_type(load), state_type(load), *rest)
+    return kernel(signature, allocates=False)(function)
+
+
+build = compile_for(_build, types.int32, types.int32[::1])
+measure: Any = kernel(
+    types.void(
+        static_type(types.int32), types.int32[::1], types.float64[::1], types.int64[::1],
+        types.int32[:, ::1],
+    )
+)(_measure)  # fmt: skip

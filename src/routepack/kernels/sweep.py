@@ -1,0 +1,287 @@
+"""One sweep of annealing: swap and relocate moves at a fixed temperature (design section 3.4).
+
+Each move is proposed, evaluated and applied. The acceptance threshold is drawn first, and evaluation
+stops as soon as a lower bound passes it, so that the result is that of a full evaluation:
+the busiest rank of every layer after a move is at least what its old busiest rank then carries.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from routepack.kernels.jit import inlined, kernel
+from routepack.kernels.layout import (
+    State,
+    Static,
+    add,
+    compile_for,
+    refresh_attention,
+    refresh_cell,
+    refresh_cost,
+    refresh_experts,
+    refresh_shards,
+    shift,
+    state_type,
+    static_type,
+)
+from routepack.kernels.rng import draw, high, low, unit
+
+TOTAL_WEIGHT = 1e-6  # of sum U in the energy (design section 2)
+WORST_ROW_WEIGHT = 1e-9  # of max J
+RELOCATE = 0.1  # share of proposals that move one sample; the others swap two
+NEAR = 0.5  # share of swaps with a partner of similar length: those keep within a tight cap
+GUIDED = 0.3  # share of proposals that start in the slowest shard, at the heaviest of a few samples
+TOURNAMENT = 4
+
+# Where a sweep leaves its results.
+ENERGY, BEST, ACCEPTED, EVALUATED, RESULTS = 0, 1, 2, 3, 4
+
+
+@inlined
+def energy(state, total_weight):  # type: ignore[no-untyped-def]
+    """max U + total_weight * sum U + 1e-9 * max J."""
+    slowest, total, worst = 0.0, 0.0, 0.0
+    for g in range(len(state.shard_G)):
+        total += state.shard_G[g]
+        slowest = max(slowest, state.shard_G[g])
+    for b in range(len(state.cost_B)):
+        worst = max(worst, state.cost_B[b])
+    return slowest + total_weight * total + WORST_ROW_WEIGHT * worst
+
+
+@inlined
+def energy_after(state, total_weight, x, cost_x, y, cost_y, exact):  # type: ignore[no-untyped-def]
+    """The energy with other costs for groups x and y; not exact: leaves out the other groups' J."""
+    shards = len(state.shard_G)
+    slowest, total = 0.0, 0.0
+    for g in range(shards):
+        u = state.shard_G[g]
+        if g == x % shards:
+            u += cost_x - state.cost_B[x]
+        if g == y % shards and y != x:
+            u += cost_y - state.cost_B[y]
+        total += u
+        slowest = max(slowest, u)
+    worst = max(cost_x, cost_y)
+    if exact:
+        for b in range(len(state.cost_B)):
+            if b != x and b != y:
+                worst = max(worst, state.cost_B[b])
+    return slowest + total_weight * total + WORST_ROW_WEIGHT * worst
+
+
+@inlined
+def cell_work(static, state, t, c, out, into):  # type: ignore[no-untyped-def]
+    """Attention work of cell c at stage t without sample `out` and with sample `into`."""
+    tokens = state.tokens_c[c] - static.length_S[out] + static.length_S[into]
+    tokens2 = state.tokens2_Tc[t, c] - static.tokens2_TS[t, out] + static.tokens2_TS[t, into]
+    return static.linear_T[t] * tokens + static.quadratic_T[t] * tokens2
+
+
+@inlined
+def attention_after(static, state, b, x, out, into, y):  # type: ignore[no-untyped-def]
+    """A of group b after cell x exchanges out for into, and cell y (if in b) into for out."""
+    total = 0.0
+    for t in range(len(static.linear_T)):
+        largest = 0.0
+        for k in range(state.top_BTk.shape[2]):
+            cell = state.top_cell_BTk[b, t, k]
+            if cell != x and cell != y:
+                largest = state.top_BTk[b, t, k]
+                break
+        largest = max(largest, cell_work(static, state, t, x, out, into))
+        if y // static.width == b:
+            largest = max(largest, cell_work(static, state, t, y, into, out))
+        total += largest
+    return total
+
+
+@inlined
+def busiest_after(static, state, b, out, into):  # type: ignore[no-untyped-def]
+    """Sum over layers of the busiest rank of group b without sample `out` and with `into`."""
+    load_RL, out_RL, into_RL = state.load_BRL[b], static.placed_SRL[out], static.placed_SRL[into]
+    peak_L = state.peak_L
+    ranks, layers = load_RL.shape
+    number = peak_L.dtype.type  # int32 stays int32: numba widens the arithmetic otherwise
+    for layer in range(layers):
+        peak_L[layer] = load_RL[0, layer] - out_RL[0, layer] + into_RL[0, layer]
+    for r in range(1, ranks):
+        for layer in range(layers):
+            load = number(load_RL[r, layer] - out_RL[r, layer] + into_RL[r, layer])
+            peak_L[layer] = load if load > peak_L[layer] else peak_L[layer]
+    total = np.int64(0)
+    for layer in range(layers):
+        total += peak_L[layer]
+    return total
+
+
+@inlined
+def pick(static, state, bits, guided):  # type: ignore[no-untyped-def]
+    """A sample to move: uniform, or of a few in the slowest shard the one that loads its peaks most."""
+    samples = len(static.length_S) - 1
+    if not guided:
+        return high(bits, samples)
+    slowest = 0
+    for g in range(1, static.shards):
+        if state.shard_G[g] > state.shard_G[slowest]:
+            slowest = g
+    best, best_share = high(bits, samples), -1.0
+    for k in range(TOURNAMENT):
+        s = high(draw(bits, np.uint64(k)), samples)
+        b = state.cell_S[s] // static.width
+        share = state.peak_BS[b, s] / static.length_S[s]
+        if b % static.shards == slowest and share > best_share:
+            best, best_share = s, share
+    return best
+
+
+@inlined
+def propose(static, state, first, second):  # type: ignore[no-untyped-def]
+    """Cells x, y and samples i (in x) and j (in y, or the null sample); x < 0: no legal move."""
+    samples = len(static.length_S) - 1
+    kind = unit(second)
+    guided = unit(draw(first, np.uint64(0))) < GUIDED
+    i = pick(static, state, first, guided)
+    x = np.int64(state.cell_S[i])
+    if kind < RELOCATE:
+        j = samples
+        y = low(first, len(state.count_c))
+        legal = state.count_c[x] > 1 and state.tokens_c[y] + static.length_S[i] <= static.cap
+    else:
+        if kind < RELOCATE + NEAR * (1.0 - RELOCATE):
+            reach = max(4, samples // 16)
+            k = static.length_rank_S[i] + low(first, 2 * reach + 1) - reach
+            j = np.int64(static.by_length_S[min(max(k, 0), samples - 1)])
+        else:
+            j = low(first, samples)
+        y = np.int64(state.cell_S[j])
+        longer = static.length_S[i] - static.length_S[j]
+        legal = (
+            state.tokens_c[x] - longer <= static.cap and state.tokens_c[y] + longer <= static.cap
+        )
+    return (x if legal and x != y else np.int64(-1)), y, i, j
+
+
+@inlined
+def apply(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
+    """Carry out a move and refresh what depends on it."""
+    null = len(static.length_S) - 1
+    bx, by = x // static.width, y // static.width
+    add(static, state, i, x, -1)
+    if j != null:
+        add(static, state, j, y, -1)
+        add(static, state, j, x, 1)
+    add(static, state, i, y, 1)
+    for side in range(2):  # a loop, so that the parts are compiled once
+        b, c, out, into = (by, y, j, i) if side else (bx, x, i, j)
+        refresh_cell(static, state, c)
+        refresh_attention(static, state, b)
+        if bx != by:
+            shift(static, state, b, out, into)
+            refresh_experts(static, state, b)
+        refresh_cost(static, state, b)
+    refresh_shards(static, state)
+
+
+@inlined
+def evaluate(static, state, x, y, i, j, total_weight, limit, early):  # type: ignore[no-untyped-def]
+    """The energy after a move, or a lower bound of it as soon as that passes `limit`.
+
+    Returns (energy, whether the loads were evaluated in full).
+    """
+    bx, by = x // static.width, y // static.width
+    if bx == by:
+        cost = attention_after(static, state, bx, x, i, j, y) + static.expert * state.busiest_B[bx]
+        return energy_after(state, total_weight, bx, cost, bx, cost, True), False
+    attention_x = attention_after(static, state, bx, x, i, j, np.int64(-1))
+    attention_y = attention_after(static, state, by, y, j, i, np.int64(-1))
+    least_x = state.busiest_B[bx] + (state.peak_BS[bx, j] - state.peak_BS[bx, i])
+    least_y = state.busiest_B[by] + (state.peak_BS[by, i] - state.peak_BS[by, j])
+    cost_x = attention_x + static.expert * least_x
+    cost_y = attention_y + static.expert * least_y
+    if early:
+        least = energy_after(state, total_weight, bx, cost_x, by, cost_y, False)
+        if least > limit:
+            return least, False
+    cost_x = attention_x + static.expert * busiest_after(static, state, bx, i, j)
+    if early:
+        least = energy_after(state, total_weight, bx, cost_x, by, cost_y, False)
+        if least > limit:
+            return least, True
+    cost_y = attention_y + static.expert * busiest_after(static, state, by, j, i)
+    return energy_after(state, total_weight, bx, cost_x, by, cost_y, True), True
+
+
+def _sweep(
+    static: Static,
+    state: State,
+    best_S: NDArray[np.int32],
+    results: NDArray[np.float64],
+    temperature: float,
+    total_weight: float,
+    proposals: int,
+    key: np.uint64,
+    counter: np.uint64,
+) -> None:
+    """Make `proposals` proposals; best_S keeps the layout of the least energy seen (results[BEST]).
+
+    While a search is hot, `total_weight` may exceed TOTAL_WEIGHT, so that the other shards stay low
+    too; the best is always kept by the energy of the design.
+    """
+    now = energy(state, total_weight)
+    best = results[BEST]
+    accepted, evaluated = 0, 0
+    for n in range(proposals):
+        at = counter + np.uint64(3 * n)
+        x, y, i, j = propose(static, state, draw(key, at), draw(key, at + np.uint64(1)))
+        if x < 0:
+            continue
+        limit = now - temperature * math.log(unit(draw(key, at + np.uint64(2))))
+        after, full = evaluate(static, state, x, y, i, j, total_weight, limit, True)
+        if full:
+            evaluated += 1
+        if after > limit:
+            continue
+        apply(static, state, x, y, i, j)
+        now = energy(state, total_weight)
+        accepted += 1
+        reached = now
+        if total_weight != TOTAL_WEIGHT:
+            reached = energy(state, TOTAL_WEIGHT)
+        if reached < best:
+            best = reached
+            for s in range(len(best_S)):
+                best_S[s] = state.cell_S[s]
+    results[ENERGY], results[BEST] = now, best
+    results[ACCEPTED] += accepted
+    results[EVALUATED] += evaluated
+
+
+def _evaluate_many(
+    static: Static, state: State, moves_N4: NDArray[np.int64], early: bool, limit: float
+) -> float:
+    """Energies of moves (x, y, i, j), summed: for tests and the benchmark of the evaluation."""
+    total = 0.0
+    for n in range(len(moves_N4)):
+        x, y, i, j = moves_N4[n, 0], moves_N4[n, 1], moves_N4[n, 2], moves_N4[n, 3]
+        total += evaluate(static, state, x, y, i, j, TOTAL_WEIGHT, limit, early)[0]
+    return total
+
+
+_SWEEP = (
+    types.int32[::1], types.float64[::1], types.float64, types.float64, types.int64,
+    types.uint64, types.uint64,
+)  # fmt: skip
+sweep = compile_for(_sweep, types.int32, *_SWEEP)
+evaluate_many: Any = kernel(
+    types.float64(
+        static_type(types.int32), state_type(types.int32), types.int64[:, ::1],
+        types.boolean, types.float64,
+    ),
+    allocates=False,
+)(_evaluate_many)  # fmt: skip

@@ -1,0 +1,107 @@
+"""Layouts that need no search: the trainers' own (first-fit decreasing, Karmarkar-Karp)."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routepack.kernels.seeding import lightest_fit
+from routepack.problem import Problem
+from routepack.rows import ffd_bins, split_to
+
+
+def ffd_layout(problem: Problem) -> tuple[Problem, NDArray[np.int32]]:
+    """First-fit decreasing (design section 4), at its own rows where it does not reach the fewest."""
+    bins = ffd_bins(problem.window.lengths_S, problem.token_cap)
+    rows = max(problem.rows, -(-len(bins) // problem.topology.dp))
+    problem = problem.with_rows(rows)
+    problem.require_samples("first-fit decreasing")
+    return problem, problem.from_bins(split_to(bins, problem.cells))
+
+
+def karmarkar_karp_layout(problem: Problem) -> tuple[Problem, NDArray[np.int32]]:
+    """Attention work balanced over the cells, heaviest cells in lockstep, as verl 0.9.1 balances.
+
+    Karmarkar-Karp knows no cap. Where it breaks the cap, the longest work goes first into the
+    lightest cell with room; where that fails too, a row is added, as verl raises its count.
+    """
+    while True:
+        problem.require_samples("Karmarkar-Karp")
+        cell_S = karmarkar_karp(problem.work_S, problem.cells)
+        if not problem.fits(cell_S):
+            cell_S = lightest_layout(problem, np.argsort(-problem.work_S, kind="stable"))
+        if problem.fits(cell_S):
+            return problem, heaviest_first(problem, cell_S)
+        problem = problem.with_rows(problem.rows + 1)
+
+
+def lightest_layout(problem: Problem, order_S: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Samples in `order_S`, each into the lightest cell with room; -1 for one without."""
+    lengths_S = np.array(problem.window.lengths_S)
+    return np.asarray(
+        lightest_fit(order_S, lengths_S, problem.work_S, problem.cells, problem.token_cap)
+    )
+
+
+def heaviest_first(problem: Problem, cell_S: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Renumber cells by falling work, so that the cells of a row weigh alike."""
+    work_c = np.bincount(cell_S, weights=problem.work_S, minlength=problem.cells)
+    number_c = np.empty(problem.cells, np.int32)
+    number_c[np.argsort(-work_c, kind="stable")] = np.arange(problem.cells, dtype=np.int32)
+    return number_c[cell_S]
+
+
+def karmarkar_karp(work_S: NDArray[np.float64], parts: int) -> NDArray[np.int32]:
+    """Largest differencing method (Karmarkar & Karp 1982) for `parts` sets: the part of each sample.
+
+    Partial partitions are merged two at a time, those of largest spread first, heaviest set with
+    lightest set. Merges are recorded and part numbers read off from the last one down.
+    """
+    samples = len(work_S)
+    sums: list[NDArray[np.float64]] = []  # of the parts of a partial partition, falling
+    merged: list[tuple[int, int, NDArray[np.int64]]] = []  # left, right, order of the summed parts
+    heap: list[tuple[float, int]] = []
+    for s in range(samples):
+        first = np.zeros(parts)
+        first[0] = work_S[s]
+        sums.append(first)
+        heap.append((-float(work_S[s]) if parts > 1 else 0.0, s))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, left = heapq.heappop(heap)
+        _, right = heapq.heappop(heap)
+        total = sums[left] + sums[right][::-1]
+        order = np.argsort(-total, kind="stable")
+        total = total[order]
+        merged.append((left, right, order))
+        heapq.heappush(heap, (float(total[-1] - total[0]), len(sums)))
+        sums.append(total)
+        sums[left] = sums[right] = total[:0]
+    part_S = np.zeros(samples, np.int32)
+    numbers: dict[int, NDArray[np.int64]] = {len(sums) - 1: np.arange(parts)}
+    for node in range(len(sums) - 1, -1, -1):
+        number = numbers.pop(node)
+        if node < samples:
+            part_S[node] = number[0]
+            continue
+        left, right, order = merged[node - samples]
+        of_total = np.empty(parts, np.int64)
+        of_total[order] = number
+        numbers[left], numbers[right] = of_total, of_total[::-1]
+    return part_S
+
+
+def fill_empty(problem: Problem, cell_S: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Give every empty cell the shortest sample of a cell with most samples (needs S >= M * D)."""
+    cell_S = cell_S.copy()
+    count_c = np.bincount(cell_S, minlength=problem.cells)
+    for c in np.flatnonzero(count_c == 0).tolist():
+        donor = int(count_c.argmax())
+        members = np.flatnonzero(cell_S == donor)
+        s = members[problem.window.lengths_S[members].argmin()]
+        cell_S[s] = c
+        count_c[donor] -= 1
+        count_c[c] += 1
+    return cell_S

@@ -1,0 +1,189 @@
+"""RoutePack, stage by stage (arXiv 2608.12146; design section 3): the whole planner in one place."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from routepack.bounds import analytic_bound
+from routepack.budget import Budget, Meter
+from routepack.cost import DEFAULT, Coefficients, CostModel
+from routepack.errors import InputError
+from routepack.layouts import ffd_layout, karmarkar_karp_layout
+from routepack.placement import balanced_placement, identity
+from routepack.plan import METHODS, Certificate, Plan, Search, TopologyKey, WindowKey, validate_placement
+from routepack.population import anneal
+from routepack.problem import Problem
+from routepack.rows import Rows, minimal_rows, split_to
+from routepack.seeds import make_seeds
+from routepack.topology import Topology
+from routepack.window import Window
+
+DEFAULT_BUDGET = Budget(seconds=1.0)
+CHAINS = 8
+SEED_ATTEMPTS = 4  # of each seed generator
+
+
+@dataclass
+class _Clock:
+    """Seconds by stage, for Plan.stats."""
+
+    started: float = field(default_factory=time.perf_counter)
+    stages: dict[str, float] = field(default_factory=dict)
+    last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.stages[f"{stage}_seconds"] = now - self.last
+        self.last = now
+
+
+def make_plan(
+    window: Window,
+    topology: Topology,
+    token_cap: int,
+    cost_model: CostModel | None,
+    method: str,
+    budget: Budget | None,
+    current_placement: NDArray[np.int32] | None,
+    seed: int,
+    threads: int | None,
+    stop: Callable[[], bool] | None,
+) -> Plan:
+    """`routepack.plan`, which has the documentation."""
+    clock = _Clock()
+    cost_model = cost_model or DEFAULT
+    budget = budget or DEFAULT_BUDGET
+    _validate(window, topology, token_cap, method, seed, threads)
+    threads = threads or len(os.sched_getaffinity(0))
+    current_LE = identity(window.layers, window.experts)
+    if current_placement is not None:
+        current_LE = validate_placement(
+            "current_placement", current_placement, window.layers, window.experts
+        )
+    cost = cost_model.resolve(window, topology, token_cap)
+    bound = analytic_bound(window, topology, cost)
+    clock.lap("setup")
+
+    # 2. Rows first: a window that cannot be packed needs no placement.
+    rows = minimal_rows(window.lengths_S, token_cap, topology.dp, seed=seed)
+    problem = Problem(window, topology, cost, token_cap, rows.rows)
+    clock.lap("rows")
+
+    # 1. Placement, layer by layer, from aggregate demand.
+    placement_LE = identity(window.layers, window.experts)
+    if method not in ("baseline", "kk"):
+        placement_LE = balanced_placement(window.demand_LE, topology.ep, current_LE)
+    clock.lap("placement")
+
+    # 3. and 4. Seeds and population annealing, or a trainer's own layout.
+    search = Search(seed=seed, evaluations=0, chains=0)
+    stats: dict[str, Any] = {}
+    if method in ("baseline", "reorder"):
+        problem, cell_S = ffd_layout(problem)
+    elif method in ("kk", "reorder-kk"):
+        problem, cell_S = karmarkar_karp_layout(problem)
+    else:
+        problem, cell_S, search, stats = _search(
+            problem, placement_LE, rows, method, bound, Meter(budget, clock.started), threads, seed, stop
+        )
+    clock.lap("layout")
+
+    score = problem.measure(problem.static(placement_LE), cell_S).score
+    result = Plan(
+        window=WindowKey.of(window),
+        topology=msgspec.convert(topology.to_dict(), TopologyKey),
+        token_cap=token_cap,
+        cost_model=cost_model,
+        method=method,
+        placement=tuple(tuple(slots) for slots in placement_LE.tolist()),
+        rows=problem.to_rows(cell_S),
+        certificate=_certificate(rows, problem.rows, score.slowest_shard, bound),
+        score=score,
+        search=search,
+    )
+    clock.lap("finish")
+    stats["planning_seconds"] = time.perf_counter() - clock.started
+    return msgspec.structs.replace(result, stats={**clock.stages, **stats, "threads": threads})
+
+
+def _search(
+    problem: Problem,
+    placement_LE: NDArray[np.int32],
+    rows: Rows,
+    method: str,
+    bound: float,
+    meter: Meter,
+    threads: int,
+    seed: int,
+    stop: Callable[[], bool] | None,
+) -> tuple[Problem, NDArray[np.int32], Search, dict[str, Any]]:
+    problem = replace(problem, cost=objective_of(method, problem.cost))
+    static = problem.static(placement_LE)
+    rng = np.random.default_rng([seed, 1])
+    packed = split_to(rows.bins, problem.cells)
+    seeds = make_seeds(problem, static, packed, CHAINS, rng, SEED_ATTEMPTS)
+    meter.search_started = time.perf_counter()
+    archive = anneal(
+        problem, static, seeds, bound=bound, meter=meter, threads=threads, seed=seed, stop=stop
+    )
+    stats = {
+        "seed_generators": [s.generator for s in seeds],
+        "accepted": int(archive.accepted),
+        "evaluated": int(archive.evaluated),
+        "history": archive.history,
+        "search_seconds": time.perf_counter() - meter.search_started,
+    }
+    search = Search(seed=seed, evaluations=meter.evaluations, chains=len(seeds))
+    return problem, archive.cell_S, search, stats
+
+
+def objective_of(method: str, cost: Coefficients) -> Coefficients:
+    """What a method's search minimises; every plan is scored by the whole cost."""
+    if method == "expert-only":
+        zero_T = np.zeros_like(cost.linear_T)
+        return replace(cost, linear_T=zero_T, quadratic_T=zero_T)
+    if method == "attention-only":
+        return replace(cost, expert=0.0)
+    return cost
+
+
+def _certificate(rows: Rows, used: int, slowest: float, bound: float) -> Certificate:
+    return Certificate(
+        rows_lower_bound=rows.lower_bound,
+        rows_certified=used == rows.lower_bound,
+        rows_method=rows.method,
+        cost_lower_bound=bound,
+        cost_bound_method="analytic",
+        gap=slowest / bound - 1,
+    )
+
+
+def _validate(
+    window: Window, topology: Topology, token_cap: int, method: str, seed: int, threads: int | None
+) -> None:
+    for name, value in (("token_cap", token_cap), ("threads", 1 if threads is None else threads)):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise InputError.at(name, value, "a whole number of at least 1")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InputError.at("seed", seed, "a whole number in 0..2^63-1")
+    if method not in METHODS:
+        raise InputError.at("method", method, "one of " + ", ".join(METHODS))
+    topology.require_plannable()
+    if window.experts % topology.ep:
+        expected = f"a multiple of the {topology.ep} EP ranks"
+        raise InputError.at("num_experts", window.experts, expected)
+    if window.samples < topology.dp:
+        expected = f"at least the {topology.dp} DP ranks"
+        raise InputError.at("samples", window.samples, expected)
+    if (bad := np.flatnonzero(window.lengths_S > token_cap)).size:
+        i = int(bad[0])
+        expected = f"at most the token cap {token_cap}"
+        raise InputError.at("lengths", int(window.lengths_S[i]), expected, i)

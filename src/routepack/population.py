@@ -1,0 +1,187 @@
+"""Population annealing over layouts (Hukushima & Iba 2003; RoutePack's third stage, design 3.4).
+
+Chains anneal independently between temperature steps; at each step the population is resampled by
+Boltzmann weights, and the best layout by exact score goes into a monotone archive. Chains run on
+threads; every random number comes from a counter of its chain, so that threads change nothing.
+"""
+
+from __future__ import annotations
+
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routepack.budget import Meter
+from routepack.kernels.rng import stream_key
+from routepack.kernels.sweep import ACCEPTED, BEST, ENERGY, EVALUATED, RESULTS, sweep
+from routepack.plan import Score
+from routepack.problem import TOTAL_WEIGHT, Problem, State, Static
+from routepack.seeds import Seed
+
+START = 0.08  # starting temperature, as a share of the bound per sample
+COOLING = 80.0  # the last temperature is this many times lower
+SHARE_WEIGHT = 0.5  # of the mean shard in the energy at the start; fades to the design's energy
+EFFECTIVE = 0.5  # resampling keeps at least this share of the population effective
+STEPS = 60  # temperature steps
+
+
+@dataclass
+class Archive:
+    """The best layout so far by exact lexicographic score; ties to the earliest. Never gets worse."""
+
+    problem: Problem
+    static: Static
+    score: Score
+    cell_S: NDArray[np.int32]
+    history: list[tuple[float, float]] = field(default_factory=list)  # (progress, slowest shard)
+    accepted: float = 0.0  # moves, over all chains
+    evaluated: float = 0.0  # moves whose loads were evaluated in full
+
+    def offer(self, cell_S: NDArray[np.int32], energy: float, progress: float) -> None:
+        """Consider a layout; one whose energy exceeds what any equal score could have is skipped."""
+        shards = self.problem.topology.edp
+        if energy > self.score.slowest_shard * (1 + 2 * TOTAL_WEIGHT * shards):
+            return
+        score = self.problem.measure(self.static, cell_S).score
+        if score.key < self.score.key:
+            self.score, self.cell_S = score, cell_S.copy()
+            self.history.append((progress, score.slowest_shard))
+
+
+@dataclass(eq=False)
+class Chain:
+    """One member of the population."""
+
+    static: Static
+    state: State
+    key: np.uint64
+    best_S: NDArray[np.int32]
+    results: NDArray[np.float64]
+    counter: int = 0
+
+    def sweep(self, temperature: float, total_weight: float, proposals: int) -> None:
+        """Anneal at one temperature. Releases the GIL."""
+        counter = np.uint64(self.counter)
+        sweep(
+            self.static, self.state, self.best_S, self.results,
+            temperature, total_weight, proposals, self.key, counter,
+        )  # fmt: skip
+        self.counter += 3 * proposals
+
+    @property
+    def energy(self) -> float:
+        """Energy of the layout that the chain is at."""
+        return float(self.results[ENERGY])
+
+    @property
+    def best(self) -> float:
+        """Energy of best_S."""
+        return float(self.results[BEST])
+
+    def copy_from(self, other: Chain) -> None:
+        """Take over another chain's layout and best, keeping the own random stream."""
+        for mine, theirs in zip(self.state, other.state, strict=True):
+            np.copyto(mine, theirs)
+        self.best_S[:] = other.best_S
+        self.results[[ENERGY, BEST]] = other.results[[ENERGY, BEST]]
+
+
+def anneal(
+    problem: Problem,
+    static: Static,
+    seeds: Sequence[Seed],
+    *,
+    bound: float,
+    meter: Meter,
+    threads: int,
+    seed: int,
+    stop: Callable[[], bool] | None = None,
+) -> Archive:
+    """Search from `seeds`, one chain each, until the meter's budget is spent."""
+    first = min(seeds, key=lambda s: problem.measure(static, s.cell_S).score.key)
+    archive = Archive(
+        problem, static, problem.measure(static, first.cell_S).score, first.cell_S.copy()
+    )
+    chains = [
+        Chain(
+            static, problem.state(static, s.cell_S), stream_key(seed, 1, k),
+            s.cell_S.copy(), np.array([s.energy, s.energy, 0.0, 0.0]),
+        )
+        for k, s in enumerate(seeds)
+    ]  # fmt: skip
+    assert all(len(chain.results) == RESULTS for chain in chains)
+    rng = np.random.default_rng([seed, 2])
+    hot = START * bound / problem.window.samples
+    shards = problem.topology.edp
+    temperature = hot
+    with ThreadPoolExecutor(threads) as pool:
+        while (proposals := meter.next_sweep(len(chains), STEPS, threads)) > 0:
+            progress = meter.progress
+            cold = hot * COOLING**-progress
+            resample(chains, 1 / cold - 1 / temperature, rng)
+            temperature = cold
+            weight = TOTAL_WEIGHT + (1 - progress) * SHARE_WEIGHT / shards * (shards > 1)
+            before = [chain.best for chain in chains]
+            list(pool.map(lambda chain: chain.sweep(temperature, weight, proposals), chains))  # noqa: B023 - the map is drained here
+            meter.spend(proposals * len(chains))
+            for chain, old in zip(chains, before, strict=True):
+                if chain.best < old:
+                    archive.offer(chain.best_S, chain.best, meter.progress)
+            if stop is not None and stop():
+                break
+    archive.accepted = sum(float(c.results[ACCEPTED]) for c in chains)
+    archive.evaluated = sum(float(c.results[EVALUATED]) for c in chains)
+    return archive
+
+
+def resample(chains: list[Chain], beta_step: float, rng: np.random.Generator) -> None:
+    """Systematic resampling by exp(-beta_step * energy), tempered to hold the effective size."""
+    offset = rng.random()  # drawn at every step, so that the stream does not depend on the outcome
+    if beta_step <= 0 or len(chains) < 2:
+        return
+    energy = np.array([chain.energy for chain in chains])
+    weights = tempered_weights(energy - energy.min(), beta_step, EFFECTIVE * len(chains))
+    parents = systematic(weights, offset)
+    copies = [k for k in range(len(chains)) for _ in range(max(0, parents.count(k) - 1))]
+    dead = [k for k in range(len(chains)) if k not in parents]
+    for k, parent in zip(dead, copies, strict=True):
+        chains[k].copy_from(chains[parent])
+
+
+def tempered_weights(
+    energy: NDArray[np.float64], beta_step: float, effective: float
+) -> NDArray[np.float64]:
+    """Boltzmann weights of the largest part of `beta_step` that keeps the effective sample size.
+
+    The effective size of weights w is (sum w)^2 / sum w^2; it falls as the step grows.
+    """
+    low, high = 0.0, 1.0
+
+    def weigh(part: float) -> NDArray[np.float64]:
+        w = np.exp(-part * beta_step * energy)
+        return np.asarray(w / w.sum())
+
+    if 1 / np.square(weigh(1.0)).sum() >= effective:
+        return weigh(1.0)
+    for _ in range(30):
+        middle = (low + high) / 2
+        if 1 / np.square(weigh(middle)).sum() >= effective:
+            low = middle
+        else:
+            high = middle
+    return weigh(low)
+
+
+def systematic(weights: NDArray[np.float64], offset: float) -> list[int]:
+    """Parents by systematic resampling: one uniform offset in [0, 1), n evenly spaced pointers."""
+    n = len(weights)
+    edges = np.cumsum(weights)
+    pointers = (np.arange(n) + offset) / n * edges[-1]
+    parents = np.searchsorted(edges, pointers, side="right")
+    return [int(k) for k in np.minimum(parents, n - 1)]
+
+

@@ -1,0 +1,192 @@
+"""A window, topology, cap and cost turned into the arrays that the search works on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routepack.cost import Coefficients
+from routepack.errors import InfeasibleError
+from routepack.kernels.layout import TOP, State, Static, build, measure
+from routepack.kernels.placing import place_demand
+from routepack.objective import score_rows
+from routepack.plan import Score
+from routepack.topology import Topology
+from routepack.window import Window
+
+TOTAL_WEIGHT = 1e-6  # of sum U in the energy (design section 2)
+WORST_ROW_WEIGHT = 1e-9  # of max J
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Costs of the groups of a layout, as the oracle would give them."""
+
+    attention_B: NDArray[np.float64]
+    expert_B: NDArray[np.float64]
+    shards: int
+
+    @property
+    def score(self) -> Score:
+        """The exact score."""
+        shape = (-1, self.shards)
+        return score_rows(self.attention_B.reshape(shape), self.expert_B.reshape(shape))
+
+    @property
+    def energy(self) -> float:
+        """The search energy (design section 2)."""
+        score = self.score
+        return (
+            score.slowest_shard + TOTAL_WEIGHT * score.total + WORST_ROW_WEIGHT * score.worst_row
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What to pack: a window on a topology at a number of rows. See kernels/layout.py for the frame.
+
+    A layout is cell_S [S]: the cell of each sample, cells numbered row by row and, inside a row,
+    shard by shard.
+    """
+
+    window: Window
+    topology: Topology
+    cost: Coefficients
+    token_cap: int
+    rows: int
+
+    @property
+    def cells(self) -> int:
+        """M * D."""
+        return self.rows * self.topology.dp
+
+    @property
+    def dp_order(self) -> tuple[int, ...]:
+        """DP rank of each cell of a row: shards one after another."""
+        return tuple(d for group in self.topology.groups for d in group)
+
+    def static(self, placement_LE: NDArray[np.int32], cost: Coefficients | None = None) -> Static:
+        """The arrays of a search under one placement."""
+        cost = cost or self.cost
+        lengths_S = self.window.lengths_S
+        samples = len(lengths_S)
+        by_length_S = np.argsort(-lengths_S, kind="stable").astype(np.int32)
+        length_rank_S = np.empty(samples, np.int32)
+        length_rank_S[by_length_S] = np.arange(samples, dtype=np.int32)
+        rank_LE = (placement_LE // (self.window.experts // self.topology.ep)).astype(np.int32)
+        placed_SRL = place_demand(self.window.demand_SLE, rank_LE, self.topology.ep)
+        return Static(
+            length_S=np.append(lengths_S, 0),
+            tokens2_TS=np.pad(cost.quadratic_tokens_TS, ((0, 0), (0, 1))),
+            placed_SRL=placed_SRL,
+            placed_LRS=np.ascontiguousarray(placed_SRL.transpose(2, 1, 0)),
+            by_length_S=by_length_S,
+            length_rank_S=length_rank_S,
+            linear_T=np.ascontiguousarray(cost.linear_T),
+            quadratic_T=np.ascontiguousarray(cost.quadratic_T),
+            expert=float(cost.expert),
+            cap=self.token_cap,
+            shards=self.topology.edp,
+            width=self.topology.ranks_per_shard,
+        )
+
+    def state(self, static: Static, cell_S: NDArray[np.int32]) -> State:
+        """A layout with all that is derived from it."""
+        samples, ranks, layers = static.placed_SRL.shape
+        stages, cells = len(static.linear_T), self.cells
+        groups = cells // static.width
+        load = static.placed_SRL.dtype
+        state = State(
+            cell_S=np.full(samples, -1, np.int32),
+            position_S=np.zeros(samples, np.int32),
+            members_ck=np.zeros((cells, self.most_members), np.int32),
+            count_c=np.zeros(cells, np.int32),
+            tokens_c=np.zeros(cells, np.int64),
+            tokens2_Tc=np.zeros((stages, cells), np.int64),
+            load_BRL=np.zeros((groups, ranks, layers), load),
+            busiest_B=np.zeros(groups, np.int64),
+            argmax_BL=np.zeros((groups, layers), np.int32),
+            peak_BS=np.zeros((groups, samples), load),
+            work_Tc=np.zeros((stages, cells)),
+            top_BTk=np.zeros((groups, stages, TOP)),
+            top_cell_BTk=np.zeros((groups, stages, TOP), np.int32),
+            cost_B=np.zeros(groups),
+            shard_G=np.zeros(static.shards),
+            peak_L=np.zeros(layers, load),
+            new_argmax_L=np.zeros(layers, np.int32),
+        )
+        build(static, state, cell_S)
+        return state
+
+    @cached_property
+    def work_S(self) -> NDArray[np.float64]:
+        """Attention work of each sample, stages added up."""
+        tokens = np.array(self.window.lengths_S, dtype=np.float64)
+        tokens2_TS = self.cost.quadratic_tokens_TS
+        if not (self.cost.linear_T.any() or self.cost.quadratic_T.any()):
+            return tokens  # an expert-only cost: balance tokens
+        return np.asarray(self.cost.linear_T.sum() * tokens + self.cost.quadratic_T @ tokens2_TS)
+
+    def with_rows(self, rows: int) -> Problem:
+        """The same problem at another number of rows."""
+        return replace(self, rows=rows)
+
+    def require_samples(self, what: str) -> None:
+        """No cell may be empty. Raises InfeasibleError."""
+        if self.window.samples < self.cells:
+            expected = (
+                f"at least {self.cells}, {what} needs {self.rows} rows of {self.topology.dp} "
+                f"cells, none empty"
+            )
+            raise InfeasibleError.at("samples", self.window.samples, expected)
+
+    def fits(self, cell_S: NDArray[np.int32]) -> bool:
+        """Every sample placed, every cell within the cap and none empty."""
+        if cell_S.min() < 0:
+            return False
+        tokens_c = np.bincount(cell_S, weights=self.window.lengths_S, minlength=self.cells)
+        return bool(tokens_c.max() <= self.token_cap and tokens_c.min() > 0)
+
+    @cached_property
+    def most_members(self) -> int:
+        """No cell within the cap holds more samples than this."""
+        shortest = np.cumsum(np.sort(self.window.lengths_S))
+        return int(np.searchsorted(shortest, self.token_cap, side="right")) + 1
+
+    def measure(self, static: Static, cell_S: NDArray[np.int32]) -> Measured:
+        """The exact cost of a layout under `static`."""
+        _, ranks, layers = static.placed_SRL.shape
+        groups = self.cells // static.width
+        attention_B, busiest_B = np.empty(groups), np.empty(groups, np.int64)
+        load_RL = np.empty((ranks, layers), static.placed_SRL.dtype)
+        measure(static, cell_S, attention_B, busiest_B, load_RL)
+        return Measured(attention_B, static.expert * busiest_B, self.topology.edp)
+
+    def to_rows(self, cell_S: NDArray[np.int32]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """[M][D][...] sample indices, ascending in a cell, as a plan holds them."""
+        dp = self.topology.dp
+        members: list[list[int]] = [[] for _ in range(self.cells)]
+        for s, c in enumerate(cell_S.tolist()):
+            members[c].append(s)
+        rows = []
+        for m in range(self.rows):
+            row: list[tuple[int, ...]] = [()] * dp
+            for position, d in enumerate(self.dp_order):
+                row[d] = tuple(members[m * dp + position])
+            rows.append(tuple(row))
+        return tuple(rows)
+
+    def from_bins(self, bins: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+        """cell_S of M*D bins, bin r*D + d being the cell of row r on DP rank d."""
+        dp = self.topology.dp
+        position_of = {d: position for position, d in enumerate(self.dp_order)}
+        cell_S = np.full(self.window.samples, -1, np.int32)
+        for index, members in enumerate(bins):
+            m, d = divmod(index, dp)
+            cell_S[list(members)] = m * dp + position_of[d]
+        assert cell_S.min() >= 0
+        return cell_S
