@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from routepack.errors import InputError
 
-FIRST_SWEEP = 2_000  # proposals of the sweep from which the speed is measured
-LEAST_SECONDS = 0.002  # less than this is left unused
+FIRST_SWEEP = 1_000  # proposals from which the speed of a phase is measured
 LONGEST_SWEEP = 2_000_000  # keeps a step short beside any deadline's slack
+LEAST_SECONDS = 0.001  # less than this is left unused
 
 
 @dataclass(frozen=True)
@@ -30,46 +30,79 @@ class Budget:
         if self.seconds is not None and not (math.isfinite(self.seconds) and self.seconds > 0):
             raise InputError.at("seconds", self.seconds, "a finite number above 0")
         evaluations = self.evaluations
-        if evaluations is not None and (isinstance(evaluations, bool) or evaluations < 0):
+        if evaluations is not None and (
+            isinstance(evaluations, bool) or not isinstance(evaluations, int) or evaluations < 0
+        ):
             raise InputError.at("evaluations", evaluations, "a whole number of at least 0")
 
 
 @dataclass
 class Meter:
-    """Spends a budget in sweeps of one length for all chains of a temperature step."""
+    """How much of a budget the search has spent."""
 
     budget: Budget
     started: float  # time.perf_counter() at the entry of plan()
+    reserve_seconds: float = 0.0  # kept for what follows the search
     evaluations: int = 0
     search_started: float = field(default_factory=time.perf_counter)
 
+    def spend(self, evaluations: int) -> None:
+        """Count proposed moves."""
+        self.evaluations += evaluations
+
     @property
-    def progress(self) -> float:
-        """Share of the search budget that is spent, 0 to 1."""
+    def spent(self) -> float:
+        """Share of the search's budget that is spent, 0 to 1."""
         if self.budget.evaluations is not None:
             return min(1.0, self.evaluations / max(1, self.budget.evaluations))
-        assert self.budget.seconds is not None
-        available = self.started + self.budget.seconds - self.search_started
-        if available <= 0:
+        if self.search_seconds <= 0:
             return 1.0
-        return min(1.0, (time.perf_counter() - self.search_started) / available)
+        return min(1.0, (time.perf_counter() - self.search_started) / self.search_seconds)
 
-    def next_sweep(self, chains: int, steps: int, threads: int) -> int:
-        """Proposals per chain in the next step of about `steps` in all; 0 when the budget is spent."""
-        if self.budget.evaluations is not None:
-            left = (self.budget.evaluations - self.evaluations) // chains
-            return min(left, max(1, self.budget.evaluations // (chains * steps)))
+    @property
+    def search_seconds(self) -> float:
+        """Seconds between the start of the search and its deadline."""
         assert self.budget.seconds is not None
-        now = time.perf_counter()
-        left = self.started + self.budget.seconds - now
+        return self.started + self.budget.seconds - self.reserve_seconds - self.search_started
+
+
+@dataclass
+class Phase:
+    """A part of the search, up to a share of its budget, spent in steps of `workers` equal tasks."""
+
+    meter: Meter
+    until: float  # share of the whole budget
+    start: float = field(init=False)
+    started: float = field(default_factory=time.perf_counter)
+    evaluations: int = 0
+
+    def __post_init__(self) -> None:
+        self.start = self.meter.spent
+
+    @property
+    def progress(self) -> float:
+        """Share of this phase that is spent, 0 to 1."""
+        if self.until <= self.start:
+            return 1.0
+        return min(1.0, max(0.0, (self.meter.spent - self.start) / (self.until - self.start)))
+
+    def next_step(self, workers: int, steps: int) -> int:
+        """Proposals for each of `workers` in the next of about `steps` steps; 0: the phase is over."""
+        budget = self.meter.budget.evaluations
+        if budget is not None:
+            whole = int(round((self.until - self.start) * budget))
+            return min((whole - self.evaluations) // workers, max(1, whole // (workers * steps)))
+        left = (self.until - self.meter.spent) * self.meter.search_seconds
         if left <= LEAST_SECONDS:
             return 0
         if self.evaluations == 0:
             return FIRST_SWEEP
-        speed = self.evaluations / (now - self.search_started) / chains
-        available = self.started + self.budget.seconds - self.search_started
-        # the last step is shortened to end inside the deadline
-        return max(1, min(LONGEST_SWEEP, int(speed * min(available / steps, 0.9 * left))))
+        speed = self.evaluations / (time.perf_counter() - self.started) / workers
+        step = (self.until - self.start) * self.meter.search_seconds / steps
+        # just short of the end, so that the last step does not pass it
+        return max(1, min(LONGEST_SWEEP, int(speed * min(step, 0.9 * left))))
 
     def spend(self, evaluations: int) -> None:
+        """Count proposed moves."""
         self.evaluations += evaluations
+        self.meter.spend(evaluations)

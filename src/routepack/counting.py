@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepack.errors import InputError
-from routepack.kernels.counting import OK, OUT_OF_RANGE, count_block
+from routepack.kernels.counting import OK, OUT_OF_RANGE, count_block, make_scratch
 
 ID_TYPES = tuple(np.dtype(t) for t in (np.uint8, np.uint16, np.int16, np.int32, np.int64))
 MAX_EXPERTS = 2**16 - 1  # leaves one 16-bit id that is never valid, for ids that do not fit
@@ -91,9 +91,10 @@ def _count_samples(
     start, stop = int(offsets_S1[0]), int(offsets_S1[-1])
     in_place = ids_NLK.itemsize <= 2 and ids_NLK.flags.c_contiguous and ids_NLK.flags.aligned
     step = max(1, stop - start if in_place else CHUNK_IDS // row_ids)
+    id_type = np.dtype(np.uint8 if ids_NLK.itemsize == 1 else np.uint16)
+    scratch = make_scratch(top_k, id_type)
     chunk = None
     if not in_place:
-        id_type = np.uint8 if ids_NLK.itemsize == 1 else np.uint16
         chunk = np.empty((min(step, stop - start), layers, top_k), id_type)
     for begin in range(start, stop, step):
         end = min(begin + step, stop)
@@ -109,7 +110,7 @@ def _count_samples(
         last = int(np.searchsorted(offsets_S1, end, side="left"))
         own_S1 = np.clip(offsets_S1[first : last + 1], begin, end) - begin
         code, position = count_block(
-            block.reshape(-1), own_S1, top_k, block.dtype.type(top), demand_SLE[first:last]
+            block.reshape(-1), own_S1, top_k, id_type.type(top), demand_SLE[first:last], *scratch
         )
         if code != OK:
             return code, begin * row_ids + position
@@ -126,6 +127,8 @@ def _check_arguments(
     if len(shape) != 3 or 0 in shape[1:]:
         raise InputError.at("routes.shape", shape, "(N, L, K) with at least 1 layer and 1 expert")
     _check_whole("num_experts", num_experts, MAX_EXPERTS)
+    if shape[2] > num_experts:
+        raise InputError.at("routes.shape", shape, f"(N, L, K) with K of at most E = {num_experts}")
     _check_whole("threads", threads, MAX_THREADS)
     if offsets_S1.dtype != np.int64:
         raise InputError.at("offsets.dtype", offsets_S1.dtype, "int64")

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from routepack.budget import Phase
 from routepack.kernels.placing import longest_first, swap_descent
+from routepack.kernels.rng import stream_key
+from routepack.kernels.rowaware import anneal_layers, group_demand
+
+PLACEMENT_START = 0.2  # starting temperature, in mean excesses of a busiest rank over the mean
+PLACEMENT_COOLING = 60.0
 
 
 def identity(layers: int, experts: int) -> NDArray[np.int32]:
@@ -23,6 +32,46 @@ def balanced_placement(
     longest_first(demand_LE, ranks, rank_LE)
     swap_descent(demand_LE, ranks, rank_LE)
     return relabel(rank_LE, ranks, current_LE)
+
+
+def row_aware_placement(
+    demand_SLE: NDArray[Any],
+    group_S: NDArray[np.int32],
+    placement_LE: NDArray[np.int32],
+    ranks: int,
+    phase: Phase,
+    stream: tuple[int, ...],
+    pool: ThreadPoolExecutor,
+) -> NDArray[np.int32]:
+    """Ranks [L, E] that lower the busiest ranks of the (row, shard) groups of a layout (design 6.1).
+
+    Given the layout, layers are independent: each anneals swaps of experts under the sum over groups
+    of the busiest rank. Starts from `placement_LE`; a layer is never worse after than before.
+    """
+    layers, experts = placement_LE.shape
+    groups = int(group_S.max()) + 1
+    demand_BLE = np.zeros((groups, layers, experts), np.int32)
+    group_demand(demand_SLE, group_S, demand_BLE)
+    demand_LEB = np.ascontiguousarray(demand_BLE.transpose(1, 2, 0))
+    rank_LE = (placement_LE // (experts // ranks)).astype(np.int32)
+    if ranks == 1 or groups == 0:
+        return rank_LE
+    busiest_L = np.zeros(layers, np.int64)
+    wave = 0
+    # With a deadline, a short first wave measures the speed; a wave restarts from the best.
+    while (proposals := phase.next_step(layers, 1)) > 0 and wave < 2:
+        key = stream_key(*stream, wave)
+
+        def refine(layer: int, key: np.uint64 = key, proposals: int = proposals) -> None:
+            anneal_layers(
+                demand_LEB, ranks, rank_LE, layer, layer + 1, proposals,
+                PLACEMENT_START, PLACEMENT_COOLING, key, busiest_L,
+            )  # fmt: skip
+
+        list(pool.map(refine, range(layers)))
+        phase.spend(proposals * layers)
+        wave += 1
+    return rank_LE
 
 
 def relabel(

@@ -19,16 +19,13 @@ from routepack.errors import InputError
 from routepack.layouts import ffd_layout, karmarkar_karp_layout
 from routepack.placement import balanced_placement, identity
 from routepack.plan import METHODS, Certificate, Plan, Search, TopologyKey, WindowKey, validate_placement
-from routepack.population import anneal
 from routepack.problem import Problem
 from routepack.rows import Rows, minimal_rows, split_to
-from routepack.seeds import make_seeds
+from routepack.search import ROUNDS, search
 from routepack.topology import Topology
 from routepack.window import Window
 
 DEFAULT_BUDGET = Budget(seconds=1.0)
-CHAINS = 8
-SEED_ATTEMPTS = 4  # of each seed generator
 
 
 @dataclass
@@ -84,16 +81,27 @@ def make_plan(
     clock.lap("placement")
 
     # 3. and 4. Seeds and population annealing, or a trainer's own layout.
-    search = Search(seed=seed, evaluations=0, chains=0)
+    spent = Search(seed=seed, evaluations=0, chains=0)
     stats: dict[str, Any] = {}
     if method in ("baseline", "reorder"):
         problem, cell_S = ffd_layout(problem)
     elif method in ("kk", "reorder-kk"):
         problem, cell_S = karmarkar_karp_layout(problem)
     else:
-        problem, cell_S, search, stats = _search(
-            problem, placement_LE, rows, method, bound, Meter(budget, clock.started), threads, seed, stop
-        )
+        meter = Meter(budget, clock.started)
+        archive, seeds = search(
+            replace(problem, cost=objective_of(method, cost)), placement_LE, current_LE,
+            split_to(rows.bins, problem.cells), bound=bound, rounds=ROUNDS, meter=meter,
+            threads=threads, seed=seed, stop=stop,
+        )  # fmt: skip
+        placement_LE, cell_S = archive.placement_LE, archive.cell_S
+        spent = Search(seed=seed, evaluations=meter.evaluations, chains=len(seeds))
+        stats = {
+            "seed_generators": [s.generator for s in seeds],
+            "accepted": archive.accepted,
+            "evaluated": archive.evaluated,
+            "history": archive.history,
+        }
     clock.lap("layout")
 
     score = problem.measure(problem.static(placement_LE), cell_S).score
@@ -107,42 +115,11 @@ def make_plan(
         rows=problem.to_rows(cell_S),
         certificate=_certificate(rows, problem.rows, score.slowest_shard, bound),
         score=score,
-        search=search,
+        search=spent,
     )
     clock.lap("finish")
     stats["planning_seconds"] = time.perf_counter() - clock.started
     return msgspec.structs.replace(result, stats={**clock.stages, **stats, "threads": threads})
-
-
-def _search(
-    problem: Problem,
-    placement_LE: NDArray[np.int32],
-    rows: Rows,
-    method: str,
-    bound: float,
-    meter: Meter,
-    threads: int,
-    seed: int,
-    stop: Callable[[], bool] | None,
-) -> tuple[Problem, NDArray[np.int32], Search, dict[str, Any]]:
-    problem = replace(problem, cost=objective_of(method, problem.cost))
-    static = problem.static(placement_LE)
-    rng = np.random.default_rng([seed, 1])
-    packed = split_to(rows.bins, problem.cells)
-    seeds = make_seeds(problem, static, packed, CHAINS, rng, SEED_ATTEMPTS)
-    meter.search_started = time.perf_counter()
-    archive = anneal(
-        problem, static, seeds, bound=bound, meter=meter, threads=threads, seed=seed, stop=stop
-    )
-    stats = {
-        "seed_generators": [s.generator for s in seeds],
-        "accepted": int(archive.accepted),
-        "evaluated": int(archive.evaluated),
-        "history": archive.history,
-        "search_seconds": time.perf_counter() - meter.search_started,
-    }
-    search = Search(seed=seed, evaluations=meter.evaluations, chains=len(seeds))
-    return problem, archive.cell_S, search, stats
 
 
 def objective_of(method: str, cost: Coefficients) -> Coefficients:

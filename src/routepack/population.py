@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from routepack.budget import Meter
+from routepack.budget import Meter, Phase
+from routepack.kernels.layout import State, Static
 from routepack.kernels.rng import stream_key
 from routepack.kernels.sweep import ACCEPTED, BEST, ENERGY, EVALUATED, RESULTS, sweep
 from routepack.plan import Score
-from routepack.problem import TOTAL_WEIGHT, Problem, State, Static
+from routepack.problem import TOTAL_WEIGHT, Problem
 from routepack.seeds import Seed
 
-START = 0.08  # starting temperature, as a share of the bound per sample
-COOLING = 80.0  # the last temperature is this many times lower
 SHARE_WEIGHT = 0.5  # of the mean shard in the energy at the start; fades to the design's energy
 EFFECTIVE = 0.5  # resampling keeps at least this share of the population effective
 STEPS = 60  # temperature steps
@@ -31,25 +30,42 @@ STEPS = 60  # temperature steps
 
 @dataclass
 class Archive:
-    """The best layout so far by exact lexicographic score; ties to the earliest. Never gets worse."""
+    """The best placed layout so far by exact lexicographic score. It never gets worse.
+
+    A tie stays with the earlier one, and chains are offered in their order.
+    """
 
     problem: Problem
-    static: Static
-    score: Score
+    meter: Meter
+    placement_LE: NDArray[np.int32]
     cell_S: NDArray[np.int32]
-    history: list[tuple[float, float]] = field(default_factory=list)  # (progress, slowest shard)
-    accepted: float = 0.0  # moves, over all chains
-    evaluated: float = 0.0  # moves whose loads were evaluated in full
+    score: Score
+    history: list[tuple[float, float]] = field(default_factory=list)  # (budget spent, slowest shard)
+    accepted: int = 0  # moves, over all chains
+    evaluated: int = 0  # moves whose loads were evaluated in full
 
-    def offer(self, cell_S: NDArray[np.int32], energy: float, progress: float) -> None:
-        """Consider a layout; one whose energy exceeds what any equal score could have is skipped."""
+    def offer(
+        self,
+        static: Static,
+        cell_S: NDArray[np.int32],
+        energy: float,
+        placement_LE: NDArray[np.int32] | None = None,
+    ) -> bool:
+        """Consider a layout, under a new placement if one is given. Returns whether it is better.
+
+        A layout whose energy exceeds what any equal score could have is skipped unmeasured.
+        """
         shards = self.problem.topology.edp
         if energy > self.score.slowest_shard * (1 + 2 * TOTAL_WEIGHT * shards):
-            return
-        score = self.problem.measure(self.static, cell_S).score
-        if score.key < self.score.key:
-            self.score, self.cell_S = score, cell_S.copy()
-            self.history.append((progress, score.slowest_shard))
+            return False
+        score = self.problem.measure(static, cell_S).score
+        if score.key >= self.score.key:
+            return False
+        self.score, self.cell_S = score, cell_S.copy()
+        if placement_LE is not None:
+            self.placement_LE = placement_LE
+        self.history.append((self.meter.spent, score.slowest_shard))
+        return True
 
 
 @dataclass(eq=False)
@@ -94,48 +110,50 @@ def anneal(
     problem: Problem,
     static: Static,
     seeds: Sequence[Seed],
+    archive: Archive,
+    phase: Phase,
     *,
-    bound: float,
-    meter: Meter,
-    threads: int,
-    seed: int,
+    hot: float,
+    cold: float,
+    stream: tuple[int, ...],
+    pool: ThreadPoolExecutor,
     stop: Callable[[], bool] | None = None,
-) -> Archive:
-    """Search from `seeds`, one chain each, until the meter's budget is spent."""
-    first = min(seeds, key=lambda s: problem.measure(static, s.cell_S).score.key)
-    archive = Archive(
-        problem, static, problem.measure(static, first.cell_S).score, first.cell_S.copy()
-    )
+) -> None:
+    """Anneal one chain from each seed, from temperature `hot` to `cold`, until the phase is over.
+
+    The best layouts are offered to the archive. `stream` names the random numbers to use.
+    """
     chains = [
         Chain(
-            static, problem.state(static, s.cell_S), stream_key(seed, 1, k),
+            static, problem.state(static, s.cell_S), stream_key(*stream, k),
             s.cell_S.copy(), np.array([s.energy, s.energy, 0.0, 0.0]),
         )
         for k, s in enumerate(seeds)
     ]  # fmt: skip
     assert all(len(chain.results) == RESULTS for chain in chains)
-    rng = np.random.default_rng([seed, 2])
-    hot = START * bound / problem.window.samples
+    rng = np.random.default_rng(stream)
     shards = problem.topology.edp
     temperature = hot
-    with ThreadPoolExecutor(threads) as pool:
-        while (proposals := meter.next_sweep(len(chains), STEPS, threads)) > 0:
-            progress = meter.progress
-            cold = hot * COOLING**-progress
-            resample(chains, 1 / cold - 1 / temperature, rng)
-            temperature = cold
-            weight = TOTAL_WEIGHT + (1 - progress) * SHARE_WEIGHT / shards * (shards > 1)
-            before = [chain.best for chain in chains]
-            list(pool.map(lambda chain: chain.sweep(temperature, weight, proposals), chains))  # noqa: B023 - the map is drained here
-            meter.spend(proposals * len(chains))
-            for chain, old in zip(chains, before, strict=True):
-                if chain.best < old:
-                    archive.offer(chain.best_S, chain.best, meter.progress)
-            if stop is not None and stop():
-                break
-    archive.accepted = sum(float(c.results[ACCEPTED]) for c in chains)
-    archive.evaluated = sum(float(c.results[EVALUATED]) for c in chains)
-    return archive
+    while (proposals := phase.next_step(len(chains), STEPS)) > 0:
+        progress = phase.progress
+        cooler = hot * (cold / hot) ** progress
+        resample(chains, 1 / cooler - 1 / temperature, rng)
+        temperature = cooler
+        weight = TOTAL_WEIGHT + (1 - progress) * SHARE_WEIGHT / shards * (shards > 1)
+        before = [chain.best for chain in chains]
+
+        def step(chain: Chain, t: float = temperature, w: float = weight, n: int = proposals) -> None:
+            chain.sweep(t, w, n)
+
+        list(pool.map(step, chains))
+        phase.spend(proposals * len(chains))
+        for chain, old in zip(chains, before, strict=True):
+            if chain.best < old:
+                archive.offer(static, chain.best_S, chain.best)
+        if stop is not None and stop():
+            break
+    archive.accepted += int(sum(chain.results[ACCEPTED] for chain in chains))
+    archive.evaluated += int(sum(chain.results[EVALUATED] for chain in chains))
 
 
 def resample(chains: list[Chain], beta_step: float, rng: np.random.Generator) -> None:

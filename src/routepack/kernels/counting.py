@@ -8,7 +8,7 @@ they run at about one a cycle; checking with a bitmap of seen experts would doub
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +20,26 @@ TILE_IDS = 512  # ids in a tile, about: with the masks of K = 8 that is 5 KB of 
 FUSED = 4  # distances compared in one sweep over a tile, to load and store `clash` less often
 
 
-@kernel()
-def _fill_masks(masks: NDArray[Any], top_k: int) -> None:
-    """Set masks[d, j] where ids j and j + d of a tile lie in one row of K."""
+class Scratch(NamedTuple):
+    """Working memory of one thread, for ids of one type and one K."""
+
+    tile: NDArray[Any]  # [width + padding] ids at hand
+    clash: NDArray[Any]  # [width + padding] nonzero bits where an id is out of range or repeats
+    masks: NDArray[Any]  # [K + FUSED, width] masks[d, j]: ids j and j + d of a tile share a row
+
+
+def make_scratch(top_k: int, id_type: np.dtype[Any]) -> Scratch:
+    """Scratch for `count_block`; lengths are whole 64-bit words, so that words can be read too."""
+    width = top_k * max(1, TILE_IDS // top_k)
+    tile = np.zeros((width + top_k + FUSED + 7) // 8 * 8, id_type)
+    clash = np.zeros((width + 7) // 8 * 8, id_type)
+    masks = np.zeros((top_k + FUSED, width), id_type)  # from top_k on no row is shared
     for d in range(1, top_k):
-        for start in range(0, masks.shape[1], top_k):
-            for j in range(start, start + top_k - d):
-                masks[d, j] = 1
+        masks[d].reshape(-1, top_k)[:, : top_k - d] = 1
+    return Scratch(tile, clash, masks)
 
 
-@kernel()
+@kernel(allocates=False)
 def _mark_repeats(
     tile: NDArray[Any], clash: NDArray[Any], masks: NDArray[Any], top_k: int, width: int
 ) -> None:
@@ -48,7 +58,7 @@ def _mark_repeats(
             )
 
 
-@kernel()
+@kernel(allocates=False)
 def _mark_repeats_in_words(
     words: NDArray[np.uint64], clash_words: NDArray[np.uint64], rows: int
 ) -> None:
@@ -63,7 +73,7 @@ def _mark_repeats_in_words(
         clash_words[row] |= zeros & highest
 
 
-@kernel()
+@kernel(allocates=False)
 def _add_rows(
     tile: NDArray[Any], slab: NDArray[Any], base: int, experts: int, top_k: int, rows: int
 ) -> int:
@@ -78,7 +88,7 @@ def _add_rows(
     return base
 
 
-@kernel()
+@kernel(allocates=False)
 def _first_violation(tile: NDArray[Any], top: int, top_k: int, width: int) -> tuple[int, int]:
     """(code, position in the tile) of the first id above `top` or equal to an earlier one."""
     for j in range(width):
@@ -93,10 +103,11 @@ def _first_violation(tile: NDArray[Any], top: int, top_k: int, width: int) -> tu
 @kernel(
     *(
         f"Tuple((i8, i8))(Array({ids}, 1, 'C', readonly=True), Array(i8, 1, 'C', readonly=True),"
-        f" i8, {ids}, {count}[:, :, ::1])"
+        f" i8, {ids}, {count}[:, :, ::1], {ids}[::1], {ids}[::1], {ids}[:, ::1])"
         for ids in ("uint8", "uint16")
         for count in ("uint16", "uint32")
-    )
+    ),
+    allocates=False,
 )
 def count_block(
     ids_X: NDArray[Any],
@@ -104,25 +115,25 @@ def count_block(
     top_k: int,
     top: int,
     demand_SLE: NDArray[Any],
+    tile: NDArray[Any],
+    clash: NDArray[Any],
+    masks: NDArray[Any],
 ) -> tuple[int, int]:
-    """Add the routes of consecutive samples to zeroed or partly counted `demand_SLE`.
+    """Add the routes of consecutive samples to `demand_SLE`.
 
     ids_X       uint8 or uint16 routes [N, L, K], flattened
     offsets_S1  token rows of each sample within `ids_X`
     top         highest valid id, at most E - 1, in the type of the ids
+    tile, ...   a Scratch for this K and this type; not to be used again after a violation
 
     Returns (OK, 0), or (OUT_OF_RANGE or REPEATED, position in `ids_X`) of the first violation in
     (token row, layer, k) order; `demand_SLE` is then partly counted.
     """
     samples, layers, experts = demand_SLE.shape
-    whole = top_k * max(1, TILE_IDS // top_k)
-    tile = np.zeros((whole + top_k + FUSED + 7) // 8 * 8, ids_X.dtype)
-    clash = np.zeros((whole + 7) // 8 * 8, ids_X.dtype)
+    whole = masks.shape[1]
     # Views as words: or-ing `clash` byte by byte would cost as much as the comparisons.
     tile_words, clash_words = tile.view(np.uint64), clash.view(np.uint64)
     row_is_word = top_k == 8 and ids_X.itemsize == 1
-    masks = np.zeros((top_k + FUSED, whole), ids_X.dtype)  # from top_k on: none
-    _fill_masks(masks, top_k)
     for s in range(samples):
         slab = demand_SLE[s].reshape(layers * experts)
         start, stop = offsets_S1[s] * layers * top_k, offsets_S1[s + 1] * layers * top_k

@@ -1,0 +1,90 @@
+"""What the commands share: consoles, checks of output paths, and the wait for the kernels."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from routepack.errors import InputError
+
+COMPILING_SECONDS = 3.0  # from numba's cache the kernels load in about one
+
+
+def stdout() -> Console:
+    """Where results go. No markup: names and paths of users may hold square brackets."""
+    return Console(markup=False, highlight=False, emoji=False)
+
+
+def stderr() -> Console:
+    """Where notes and progress go."""
+    return Console(stderr=True, markup=False, highlight=False, emoji=False)
+
+
+def one_line(text: str) -> str:
+    """`text` with line breaks and control characters escaped, as names from files may hold any."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def loading_kernels(*modules: str) -> float:
+    """Import modules that need kernels, and return the seconds that took.
+
+    The first import after an installation compiles for tens of seconds; one line on stderr says so.
+    """
+    started = time.perf_counter()
+    say = threading.Timer(
+        COMPILING_SECONDS, lambda: print_note("compiling kernels (first run only) ...")
+    )
+    say.daemon = True
+    say.start()
+    try:
+        for module in modules or ("routepack.planner", "routepack.counting"):
+            importlib.import_module(module)
+    finally:
+        say.cancel()
+    return time.perf_counter() - started
+
+
+def print_note(text: str) -> None:
+    """One line on stderr that is no error."""
+    sys.stderr.write(f"{one_line(text)}\n")
+    sys.stderr.flush()
+
+
+def require_outputs(outputs: Sequence[Path | None], inputs: Sequence[Path | None]) -> None:
+    """Refuse, before any work, outputs that could not be written or would overwrite an input.
+
+    Raises InputError.
+    """
+    taken = [path for path in inputs if path is not None and path.exists()]
+    for out in outputs:
+        if out is None:
+            continue
+        _require_writable(out)
+        for other in taken:
+            if out.resolve() == other.resolve():
+                raise InputError(f"{out}: expected a path for output, it is also {other}")
+        taken.append(out)
+
+
+def _require_writable(path: Path) -> None:
+    if path.is_dir():
+        raise InputError(f"{path}: expected a path for a file, it is a folder")
+    if path.exists() and not path.is_file():  # renaming onto /dev/null would replace the device
+        raise InputError(f"{path}: expected a path for a file, it is a device")
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: expected an existing folder, {path.parent} is none")
+    try:
+        if path.exists():
+            with path.open("ab"):  # a file that is write-protected stays as it is
+                pass
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise InputError(f"{path}: expected a file that can be written, {error.strerror}") from None

@@ -1,0 +1,128 @@
+"""Kernels of the row-aware placement: per layer, anneal expert swaps under the sum of busiest ranks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import types
+
+from routepack.kernels.jit import inlined, kernel
+from routepack.kernels.rng import draw, high, low, unit
+
+_READ_U16 = types.Array(types.uint16, 3, "C", readonly=True)
+_READ_U32 = types.Array(types.uint32, 3, "C", readonly=True)
+LARGEST = 3  # ranks kept per group: a swap changes two, the third is the maximum of the rest
+
+
+@kernel(
+    types.void(_READ_U16, types.int32[::1], types.int32[:, :, ::1]),
+    types.void(_READ_U32, types.int32[::1], types.int32[:, :, ::1]),
+)
+def group_demand(demand_SLE, group_S, demand_BLE):  # type: ignore[no-untyped-def]
+    """Add the demand of each sample to its group's."""
+    samples, layers, experts = demand_SLE.shape
+    for s in range(samples):
+        b = group_S[s]
+        for layer in range(layers):
+            for e in range(experts):
+                demand_BLE[b, layer, e] += demand_SLE[s, layer, e]
+
+
+@inlined
+def find_largest(load_RB, top_kB, rank_kB):  # type: ignore[no-untyped-def]
+    """The LARGEST ranks of every group, by load; ties to the lowest rank. Returns their sum."""
+    ranks, groups = load_RB.shape
+    top_kB[:] = -1
+    rank_kB[:] = -1
+    for r in range(ranks):
+        for b in range(groups):
+            load = load_RB[r, b]
+            if load > top_kB[0, b]:
+                top_kB[2, b], rank_kB[2, b] = top_kB[1, b], rank_kB[1, b]
+                top_kB[1, b], rank_kB[1, b] = top_kB[0, b], rank_kB[0, b]
+                top_kB[0, b], rank_kB[0, b] = load, r
+            elif load > top_kB[1, b]:
+                top_kB[2, b], rank_kB[2, b] = top_kB[1, b], rank_kB[1, b]
+                top_kB[1, b], rank_kB[1, b] = load, r
+            elif load > top_kB[2, b]:
+                top_kB[2, b], rank_kB[2, b] = load, r
+    total = np.int64(0)
+    for b in range(groups):
+        total += top_kB[0, b]
+    return total
+
+
+@kernel(
+    types.void(
+        types.int32[:, :, ::1], types.int64, types.int32[:, ::1], types.int64, types.int64,
+        types.int64, types.float64, types.float64, types.uint64, types.int64[::1],
+    )
+)  # fmt: skip
+def anneal_layers(
+    demand_LEB, ranks, rank_LE, first, last, proposals, start, cooling, key, busiest_L
+):  # type: ignore[no-untyped-def]
+    """Anneal layers first..last-1 of rank_LE in place to the best found; busiest_L gets its cost.
+
+    A proposal swaps an expert of the busiest rank of a random group with one of another rank. The
+    temperature falls from `start` to start / cooling, in units of the mean excess of a busiest rank.
+    """
+    _, experts, groups = demand_LEB.shape
+    per_rank = experts // ranks
+    load_RB = np.empty((ranks, groups), np.int32)
+    top_kB = np.empty((LARGEST, groups), np.int32)
+    rank_kB = np.empty((LARGEST, groups), np.int32)
+    member_Ri = np.empty((ranks, per_rank), np.int32)
+    held_R = np.empty(ranks, np.int64)
+    best_E = np.empty(experts, np.int32)
+    for layer in range(first, last):
+        demand_EB, rank_E = demand_LEB[layer], rank_LE[layer]
+        load_RB[:] = 0
+        held_R[:] = 0
+        total = np.int64(0)
+        for e in range(experts):
+            r = rank_E[e]
+            member_Ri[r, held_R[r]] = e
+            held_R[r] += 1
+            for b in range(groups):
+                load_RB[r, b] += demand_EB[e, b]
+                total += demand_EB[e, b]
+        now = find_largest(load_RB, top_kB, rank_kB)
+        best = now
+        best_E[:] = rank_E
+        excess = max(1.0, (now - total / ranks) / groups)
+        for n in range(proposals):
+            at = np.uint64(3 * (np.int64(layer) * proposals + n))
+            first_bits, second_bits = draw(key, at), draw(key, at + np.uint64(1))
+            b = high(first_bits, groups)
+            x = rank_kB[0, b]
+            y = low(first_bits, ranks - 1)
+            y += y >= x
+            i, j = high(second_bits, per_rank), low(second_bits, per_rank)
+            e, f = member_Ri[x, i], member_Ri[y, j]
+            temperature = start * excess * cooling ** (-n / proposals)
+            limit = now - temperature * math.log(unit(draw(key, at + np.uint64(2))))
+            after = np.int64(0)
+            for b in range(groups):
+                moved = demand_EB[e, b] - demand_EB[f, b]
+                largest = max(load_RB[x, b] - moved, load_RB[y, b] + moved)
+                rest = top_kB[2, b]
+                if rank_kB[1, b] != x and rank_kB[1, b] != y:
+                    rest = top_kB[1, b]
+                if rank_kB[0, b] != x and rank_kB[0, b] != y:
+                    rest = top_kB[0, b]
+                after += max(largest, rest)
+            if after > limit:
+                continue
+            for b in range(groups):
+                moved = demand_EB[e, b] - demand_EB[f, b]
+                load_RB[x, b] -= moved
+                load_RB[y, b] += moved
+            member_Ri[x, i], member_Ri[y, j] = f, e
+            rank_E[e], rank_E[f] = y, x
+            now = find_largest(load_RB, top_kB, rank_kB)
+            if now < best:
+                best = now
+                best_E[:] = rank_E
+        rank_E[:] = best_E
+        busiest_L[layer] = best

@@ -1,0 +1,104 @@
+"""Alternate packing (population annealing) and row-aware placement inside one budget (design 6.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routepack.budget import Meter, Phase
+from routepack.kernels.layout import Static
+from routepack.placement import relabel, row_aware_placement
+from routepack.population import Archive, anneal
+from routepack.problem import Problem
+from routepack.seeds import Seed, make_seeds
+
+CHAINS = 4
+SEED_ATTEMPTS = 3  # of each seed generator
+PACK, PLACE, SEEDS = 1, 2, 3  # streams of random numbers
+
+
+class Round(NamedTuple):
+    """Pack until a share of the budget, between two temperatures, then place until another.
+
+    Temperatures are shares of the bound per sample.
+    """
+
+    pack_until: float
+    hot: float
+    cold: float
+    place_until: float
+
+
+ROUNDS = (
+    Round(0.25, 0.08, 0.004, 0.40),
+    Round(0.55, 0.02, 0.002, 0.68),
+    Round(0.80, 0.01, 0.001, 0.90),
+    Round(1.00, 0.004, 0.0005, 1.00),
+)
+FIXED_PLACEMENT = (Round(1.0, 0.08, 0.001, 1.0),)
+
+
+def search(
+    problem: Problem,
+    placement_LE: NDArray[np.int32],
+    current_LE: NDArray[np.int32],
+    packed_bins: Sequence[Sequence[int]],
+    *,
+    bound: float,
+    rounds: Sequence[Round],
+    meter: Meter,
+    threads: int,
+    seed: int,
+    stop: Callable[[], bool] | None = None,
+) -> tuple[Archive, list[Seed]]:
+    """The best placed layout found in the budget, and the seeds it came from."""
+    window, topology = problem.window, problem.topology
+    static = problem.static(placement_LE)
+    rng = np.random.default_rng([seed, SEEDS])
+    first = make_seeds(problem, static, packed_bins, CHAINS, rng, SEED_ATTEMPTS)
+    scores = [problem.measure(static, s.cell_S).score for s in first]
+    lead = min(range(len(first)), key=lambda k: scores[k].key)
+    archive = Archive(problem, meter, placement_LE, first[lead].cell_S, scores[lead])
+    seeds = first
+    unit = bound / window.samples
+    with ThreadPoolExecutor(threads) as pool:
+        for k, (pack_until, hot, cold, place_until) in enumerate(rounds):
+            if stop is not None and stop():
+                break
+            phase = Phase(meter, pack_until)
+            anneal(
+                problem, static, seeds, archive, phase, hot=hot * unit, cold=cold * unit,
+                stream=(seed, PACK, k), pool=pool, stop=stop,
+            )  # fmt: skip
+            if place_until > pack_until and (stop is None or not stop()):
+                static = _place(problem, static, archive, current_LE, Phase(meter, place_until), (seed, PLACE, k), pool)
+            energy = problem.measure(static, archive.cell_S).energy
+            seeds = [replace(s, cell_S=archive.cell_S, energy=energy) for s in seeds]
+    return archive, first
+
+
+def _place(
+    problem: Problem,
+    static: Static,
+    archive: Archive,
+    current_LE: NDArray[np.int32],
+    phase: Phase,
+    stream: tuple[int, ...],
+    pool: ThreadPoolExecutor,
+) -> Static:
+    """A placement for the best layout; kept if the exact score agrees that it is better."""
+    ranks = problem.topology.ep
+    group_S = (archive.cell_S // static.width).astype(np.int32)
+    rank_LE = row_aware_placement(
+        problem.window.demand_SLE, group_S, archive.placement_LE, ranks, phase, stream, pool
+    )
+    placement_LE = relabel(rank_LE, ranks, current_LE)
+    candidate = problem.static(placement_LE)
+    if archive.offer(candidate, archive.cell_S, 0.0, placement_LE):
+        return candidate
+    return static
