@@ -56,12 +56,21 @@ def plan(
     threads            default: the CPUs this process may use
     stop               called between temperature steps; True ends the search with its best
 
-    Raises InputError for input that cannot be used, InfeasibleError where no plan exists. Seconds by
-    stage are in Plan.stats. The first call of a process loads the kernels, the first one after an
-    installation compiles them.
+    Raises InputError for input that cannot be used, InfeasibleError where no plan exists. Seconds
+    by stage are in Plan.stats. The first call of a process loads the kernels, the first one after
+    an installation compiles them.
     """
     from routepack.planner import make_plan
 
     return make_plan(
-        window, topology, token_cap, cost_model, method, budget, current_placement, seed, threads, stop
+        window,
+        topology,
+        token_cap,
+        cost_model,
+        method,
+        budget,
+        current_placement,
+        seed,
+        threads,
+        stop,
     )

@@ -16,7 +16,7 @@ SAFE = 1.0 - 2.0**-40
 
 
 def analytic_bound(window: Window, topology: Topology, cost: Coefficients) -> float:
-    """Design section 2: balanced attention plus, per layer, the larger of balance and hottest expert.
+    """Balanced attention plus, per layer, the balanced load or the hottest expert (design 2).
 
     The slowest shard is at least the mean shard; a row's attention at least the mean of its shard's
     cells; a rank's load at least the mean rank and at least the expert that it owns.
@@ -24,9 +24,7 @@ def analytic_bound(window: Window, topology: Topology, cost: Coefficients) -> fl
     tokens = int(window.lengths_S.sum())
     work = [
         float(a) * tokens + float(b) * int(q_S.sum())
-        for a, b, q_S in zip(
-            cost.linear_T, cost.quadratic_T, cost.quadratic_tokens_TS, strict=True
-        )
+        for a, b, q_S in zip(cost.linear_T, cost.quadratic_T, cost.quadratic_tokens_TS, strict=True)
     ]
     attention = math.fsum(work) / topology.ranks_per_shard
     balanced_L = -(-window.demand_LE.sum(axis=1) // topology.ep)

@@ -68,7 +68,7 @@ class Meter:
 
 @dataclass
 class Phase:
-    """A part of the search, up to a share of its budget, spent in steps of `workers` equal tasks."""
+    """A part of the search, up to a share of its budget, spent in steps of equal tasks."""
 
     meter: Meter
     until: float  # share of the whole budget
@@ -87,10 +87,10 @@ class Phase:
         return min(1.0, max(0.0, (self.meter.spent - self.start) / (self.until - self.start)))
 
     def next_step(self, workers: int, steps: int) -> int:
-        """Proposals for each of `workers` in the next of about `steps` steps; 0: the phase is over."""
+        """Proposals for each worker in the next of about `steps` steps; 0 ends the phase."""
         budget = self.meter.budget.evaluations
         if budget is not None:
-            whole = int(round((self.until - self.start) * budget))
+            whole = round((self.until - self.start) * budget)
             return min((whole - self.evaluations) // workers, max(1, whole // (workers * steps)))
         left = (self.until - self.meter.spent) * self.meter.search_seconds
         if left <= LEAST_SECONDS:

@@ -90,8 +90,8 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Coefficients:
     """Cost per integer unit. Suffix T: attention stages.
 
-    A cell's stage costs linear_T * sum(n) + quadratic_T * sum(quadratic_tokens_TS); a group's expert
-    term is expert * (sum over layers of the busiest rank's routed tokens).
+    A cell's stage costs linear_T * sum(n) + quadratic_T * sum(quadratic_tokens_TS); a group's
+    expert term is expert * (sum over layers of the busiest rank's routed tokens).
     """
 
     linear_T: NDArray[np.float64]

@@ -44,9 +44,7 @@ def read_window(path: str | Path, threads: int = 1) -> Window:
         raise InputError(f"{path}: expected a whole safetensors file, {detail}") from None
 
 
-def _window(
-    tensors: dict[str, NDArray[Any]], metadata: dict[str, str], threads: int
-) -> Window:
+def _window(tensors: dict[str, NDArray[Any]], metadata: dict[str, str], threads: int) -> Window:
     num_experts = _metadata_size(metadata, "num_experts")
     top_k = _metadata_size(metadata, "top_k")
     try:
@@ -54,7 +52,9 @@ def _window(
     except ValueError:
         moe_layers = None
     if not isinstance(moe_layers, list) or not all(type(i) is int for i in moe_layers):
-        raise InputError.at("moe_layers", metadata.get("moe_layers"), "a JSON list of layer indices")
+        raise InputError.at(
+            "moe_layers", metadata.get("moe_layers"), "a JSON list of layer indices"
+        )
     if "lengths" not in tensors:
         raise InputError("lengths: expected this tensor, the file has none")
     fields: dict[str, Any] = dict(
@@ -121,7 +121,7 @@ def write_plan(path: str | Path, plan: Plan) -> None:
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Write beside `path`, then rename: the file is whole or as it was before. Raises InputError."""
+    """Write beside `path`, then rename: the file is whole or as it was. Raises InputError."""
     path = Path(path)
     if path.is_dir():
         raise InputError(f"{path}: expected a path for a file, it is a folder")

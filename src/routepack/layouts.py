@@ -13,7 +13,7 @@ from routepack.rows import ffd_bins, split_to
 
 
 def ffd_layout(problem: Problem) -> tuple[Problem, NDArray[np.int32]]:
-    """First-fit decreasing (design section 4), at its own rows where it does not reach the fewest."""
+    """First-fit decreasing (design section 4), with more rows where it misses the fewest."""
     bins = ffd_bins(problem.window.lengths_S, problem.token_cap)
     rows = max(problem.rows, -(-len(bins) // problem.topology.dp))
     problem = problem.with_rows(rows)
@@ -54,7 +54,7 @@ def heaviest_first(problem: Problem, cell_S: NDArray[np.int32]) -> NDArray[np.in
 
 
 def karmarkar_karp(work_S: NDArray[np.float64], parts: int) -> NDArray[np.int32]:
-    """Largest differencing method (Karmarkar & Karp 1982) for `parts` sets: the part of each sample.
+    """Largest differencing method (Karmarkar & Karp 1982): the part of each sample.
 
     Partial partitions are merged two at a time, those of largest spread first, heaviest set with
     lightest set. Merges are recorded and part numbers read off from the last one down.

@@ -71,7 +71,7 @@ def row_costs(
 
 
 def score_rows(attention_MG: NDArray[np.float64], expert_MG: NDArray[np.float64]) -> Score:
-    """The exact score of per-(row, shard) costs; sums are math.fsum, so independent of row order."""
+    """The exact score of per-(row, shard) costs; math.fsum makes it independent of row order."""
     cost_MG = attention_MG + expert_MG
     shards = [math.fsum(cost_MG[:, g].tolist()) for g in range(cost_MG.shape[1])]
     return Score(

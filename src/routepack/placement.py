@@ -23,38 +23,48 @@ def identity(layers: int, experts: int) -> NDArray[np.int32]:
     return np.tile(np.arange(experts, dtype=np.int32), (layers, 1))
 
 
+def ranks_of(placement_LE: NDArray[np.int32], ranks: int) -> NDArray[np.int32]:
+    """EP rank [L, E] of each expert's slot."""
+    return np.asarray(placement_LE // (placement_LE.shape[1] // ranks), np.int32)
+
+
 def balanced_placement(
     demand_LE: NDArray[np.int64], ranks: int, current_LE: NDArray[np.int32]
 ) -> NDArray[np.int32]:
     """Slots [L, E] that balance the aggregate demand over `ranks` EP ranks, near `current_LE`."""
+    return relabel(balanced_ranks(demand_LE, ranks), ranks, current_LE)
+
+
+def balanced_ranks(demand_LE: NDArray[np.int64], ranks: int) -> NDArray[np.int32]:
+    """EP rank [L, E] of each expert that balances the aggregate demand (LPT, swap descent)."""
     rank_LE = np.empty(demand_LE.shape, np.int32)
     demand_LE = np.ascontiguousarray(demand_LE)
     longest_first(demand_LE, ranks, rank_LE)
     swap_descent(demand_LE, ranks, rank_LE)
-    return relabel(rank_LE, ranks, current_LE)
+    return rank_LE
 
 
 def row_aware_placement(
     demand_SLE: NDArray[Any],
     group_S: NDArray[np.int32],
-    placement_LE: NDArray[np.int32],
+    rank_LE: NDArray[np.int32],
     ranks: int,
+    load: Any,
     phase: Phase,
     stream: tuple[int, ...],
     pool: ThreadPoolExecutor,
 ) -> NDArray[np.int32]:
-    """Ranks [L, E] that lower the busiest ranks of the (row, shard) groups of a layout (design 6.1).
+    """Ranks [L, E] that lower the busiest ranks of the groups of a layout (design 6.1).
 
-    Given the layout, layers are independent: each anneals swaps of experts under the sum over groups
-    of the busiest rank. Starts from `placement_LE`; a layer is never worse after than before.
+    Given the layout, layers are independent: each anneals swaps of experts under the sum over
+    groups of the busiest rank. Starts from `rank_LE`; a layer is never worse after than before.
     """
-    layers, experts = placement_LE.shape
+    layers = len(rank_LE)
     groups = int(group_S.max()) + 1
-    demand_BLE = np.zeros((groups, layers, experts), np.int32)
-    group_demand(demand_SLE, group_S, demand_BLE)
+    demand_BLE = group_demand(demand_SLE, group_S, groups, load)
     demand_LEB = np.ascontiguousarray(demand_BLE.transpose(1, 2, 0))
-    rank_LE = (placement_LE // (experts // ranks)).astype(np.int32)
-    if ranks == 1 or groups == 0:
+    rank_LE = rank_LE.copy()
+    if ranks == 1:
         return rank_LE
     busiest_L = np.zeros(layers, np.int64)
     wave = 0
@@ -83,21 +93,20 @@ def relabel(
     they are. An expert that stays on its rank keeps its slot; the others take the free slots in
     ascending order.
     """
-    layers, experts = rank_LE.shape
+    experts = rank_LE.shape[1]
     per_rank = experts // ranks
-    slots_LE = np.full((layers, experts), -1, np.int32)
-    for layer in range(layers):
-        current_E = current_LE[layer]
-        stay_RR = np.zeros((ranks, ranks), np.int64)
-        np.add.at(stay_RR, (rank_LE[layer], current_E // per_rank), 1)
-        _, name_R = linear_sum_assignment(stay_RR, maximize=True)
-        new_rank_E = name_R[rank_LE[layer]]
-        stays_E = new_rank_E == current_E // per_rank
-        slots_LE[layer, stays_E] = current_E[stays_E]
-        free = np.ones(experts, bool)
-        free[current_E[stays_E]] = False
-        for r in range(ranks):
-            movers = np.flatnonzero(~stays_E & (new_rank_E == r))
-            slots = np.flatnonzero(free[r * per_rank : (r + 1) * per_rank]) + r * per_rank
-            slots_LE[layer, movers] = slots
+    current_rank_LE = ranks_of(current_LE, ranks)
+    new_rank_LE = np.empty_like(rank_LE)
+    for layer, (part_E, current_E) in enumerate(zip(rank_LE, current_rank_LE, strict=True)):
+        stay_RR = np.bincount(part_E * ranks + current_E, minlength=ranks * ranks)
+        _, name_R = linear_sum_assignment(stay_RR.reshape(ranks, ranks), maximize=True)
+        new_rank_LE[layer] = name_R[part_E]
+    # Stable sorts pair, rank by rank, the experts that move in with the slots that are left free.
+    stays_LE = new_rank_LE == current_rank_LE
+    slots_LE = np.where(stays_LE, current_LE, -1).astype(np.int32)
+    for layer, stays_E in enumerate(stays_LE):
+        movers = np.flatnonzero(~stays_E)
+        movers = movers[np.argsort(new_rank_LE[layer, movers], kind="stable")]
+        slots_LE[layer, movers] = np.sort(current_LE[layer, ~stays_E])
+    assert (slots_LE // per_rank == new_rank_LE).all()
     return slots_LE

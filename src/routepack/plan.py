@@ -1,4 +1,4 @@
-"""A plan: where each expert lives and which micro-batch trains each sample, with its certificate."""
+"""A plan: where each expert lives, which micro-batch trains each sample, and its certificate."""
 
 from __future__ import annotations
 

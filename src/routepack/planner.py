@@ -1,4 +1,4 @@
-"""RoutePack, stage by stage (arXiv 2608.12146; design section 3): the whole planner in one place."""
+"""RoutePack, stage by stage (arXiv 2608.12146; design section 3), in one place."""
 
 from __future__ import annotations
 
@@ -17,8 +17,16 @@ from routepack.budget import Budget, Meter
 from routepack.cost import DEFAULT, Coefficients, CostModel
 from routepack.errors import InputError
 from routepack.layouts import ffd_layout, karmarkar_karp_layout
-from routepack.placement import balanced_placement, identity
-from routepack.plan import METHODS, Certificate, Plan, Search, TopologyKey, WindowKey, validate_placement
+from routepack.placement import balanced_ranks, identity, ranks_of, relabel
+from routepack.plan import (
+    METHODS,
+    Certificate,
+    Plan,
+    Search,
+    TopologyKey,
+    WindowKey,
+    validate_placement,
+)
 from routepack.problem import Problem
 from routepack.rows import Rows, minimal_rows, split_to
 from routepack.search import ROUNDS, search
@@ -75,12 +83,14 @@ def make_plan(
     clock.lap("rows")
 
     # 1. Placement, layer by layer, from aggregate demand.
-    placement_LE = identity(window.layers, window.experts)
-    if method not in ("baseline", "kk"):
-        placement_LE = balanced_placement(window.demand_LE, topology.ep, current_LE)
+    if method in ("baseline", "kk"):
+        placement_LE = identity(window.layers, window.experts)
+        rank_LE = ranks_of(placement_LE, topology.ep)
+    else:
+        rank_LE = balanced_ranks(window.demand_LE, topology.ep)
     clock.lap("placement")
 
-    # 3. and 4. Seeds and population annealing, or a trainer's own layout.
+    # 3. and 4. Seeds, population annealing and row-aware placement, or a trainer's own layout.
     spent = Search(seed=seed, evaluations=0, chains=0)
     stats: dict[str, Any] = {}
     if method in ("baseline", "reorder"):
@@ -90,11 +100,17 @@ def make_plan(
     else:
         meter = Meter(budget, clock.started)
         archive, seeds = search(
-            replace(problem, cost=objective_of(method, cost)), placement_LE, current_LE,
-            split_to(rows.bins, problem.cells), bound=bound, rounds=ROUNDS, meter=meter,
-            threads=threads, seed=seed, stop=stop,
-        )  # fmt: skip
-        placement_LE, cell_S = archive.placement_LE, archive.cell_S
+            replace(problem, cost=objective_of(method, cost)),
+            rank_LE,
+            split_to(rows.bins, problem.cells),
+            bound=bound,
+            rounds=ROUNDS,
+            meter=meter,
+            threads=threads,
+            seed=seed,
+            stop=stop,
+        )
+        rank_LE, cell_S = archive.rank_LE, archive.cell_S
         spent = Search(seed=seed, evaluations=meter.evaluations, chains=len(seeds))
         stats = {
             "seed_generators": [s.generator for s in seeds],
@@ -104,7 +120,9 @@ def make_plan(
         }
     clock.lap("layout")
 
-    score = problem.measure(problem.static(placement_LE), cell_S).score
+    score = problem.measure(problem.static(rank_LE), cell_S).score
+    if method not in ("baseline", "kk"):
+        placement_LE = relabel(rank_LE, topology.ep, current_LE)
     result = Plan(
         window=WindowKey.of(window),
         topology=msgspec.convert(topology.to_dict(), TopologyKey),

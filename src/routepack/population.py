@@ -7,7 +7,6 @@ threads; every random number comes from a counter of its chain, so that threads 
 
 from __future__ import annotations
 
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,16 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepack.budget import Meter, Phase
-from routepack.kernels.layout import State, Static
+from routepack.kernels.layout import TOTAL_WEIGHT, State, Static
 from routepack.kernels.rng import stream_key
-from routepack.kernels.sweep import ACCEPTED, BEST, ENERGY, EVALUATED, RESULTS, sweep
+from routepack.kernels.sweep import ACCEPTED, BEST, DRAWS, ENERGY, EVALUATED, RESULTS, sweep
 from routepack.plan import Score
-from routepack.problem import TOTAL_WEIGHT, Problem
+from routepack.problem import Problem
 from routepack.seeds import Seed
 
 SHARE_WEIGHT = 0.5  # of the mean shard in the energy at the start; fades to the design's energy
+SPREAD_WEIGHT = 6.0  # of the squared spread of cell work at the start; fades to none
 EFFECTIVE = 0.5  # resampling keeps at least this share of the population effective
 STEPS = 60  # temperature steps
+DEBUG = False  # tests set it: recompute everything after every accepted move and compare by ==
 
 
 @dataclass
@@ -37,10 +38,12 @@ class Archive:
 
     problem: Problem
     meter: Meter
-    placement_LE: NDArray[np.int32]
+    rank_LE: NDArray[np.int32]
     cell_S: NDArray[np.int32]
     score: Score
-    history: list[tuple[float, float]] = field(default_factory=list)  # (budget spent, slowest shard)
+    history: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # (budget spent, slowest shard)
     accepted: int = 0  # moves, over all chains
     evaluated: int = 0  # moves whose loads were evaluated in full
 
@@ -49,7 +52,7 @@ class Archive:
         static: Static,
         cell_S: NDArray[np.int32],
         energy: float,
-        placement_LE: NDArray[np.int32] | None = None,
+        rank_LE: NDArray[np.int32] | None = None,
     ) -> bool:
         """Consider a layout, under a new placement if one is given. Returns whether it is better.
 
@@ -62,8 +65,8 @@ class Archive:
         if score.key >= self.score.key:
             return False
         self.score, self.cell_S = score, cell_S.copy()
-        if placement_LE is not None:
-            self.placement_LE = placement_LE
+        if rank_LE is not None:
+            self.rank_LE = rank_LE
         self.history.append((self.meter.spent, score.slowest_shard))
         return True
 
@@ -72,6 +75,7 @@ class Archive:
 class Chain:
     """One member of the population."""
 
+    problem: Problem
     static: Static
     state: State
     key: np.uint64
@@ -79,14 +83,21 @@ class Chain:
     results: NDArray[np.float64]
     counter: int = 0
 
-    def sweep(self, temperature: float, total_weight: float, proposals: int) -> None:
+    def sweep(
+        self, temperature: float, total_weight: float, spread_weight: float, proposals: int
+    ) -> None:
         """Anneal at one temperature. Releases the GIL."""
-        counter = np.uint64(self.counter)
-        sweep(
-            self.static, self.state, self.best_S, self.results,
-            temperature, total_weight, proposals, self.key, counter,
-        )  # fmt: skip
-        self.counter += 3 * proposals
+        at_a_time = 1 if DEBUG else proposals
+        for _ in range(0, proposals, at_a_time):
+            accepted = self.results[ACCEPTED]
+            sweep(
+                self.static, self.state, self.best_S, self.results,
+                temperature, total_weight, spread_weight, at_a_time,
+                self.key, np.uint64(self.counter),
+            )  # fmt: skip
+            self.counter += DRAWS * at_a_time
+            if DEBUG and self.results[ACCEPTED] > accepted:
+                self.problem.assert_exact(self.static, self.state)
 
     @property
     def energy(self) -> float:
@@ -100,8 +111,8 @@ class Chain:
 
     def copy_from(self, other: Chain) -> None:
         """Take over another chain's layout and best, keeping the own random stream."""
-        for mine, theirs in zip(self.state, other.state, strict=True):
-            np.copyto(mine, theirs)
+        for name in State._fields:
+            np.copyto(getattr(self.state, name), getattr(other.state, name))
         self.best_S[:] = other.best_S
         self.results[[ENERGY, BEST]] = other.results[[ENERGY, BEST]]
 
@@ -125,25 +136,36 @@ def anneal(
     """
     chains = [
         Chain(
-            static, problem.state(static, s.cell_S), stream_key(*stream, k),
+            problem, static, problem.state(static, s.cell_S), stream_key(*stream, k),
             s.cell_S.copy(), np.array([s.energy, s.energy, 0.0, 0.0]),
         )
         for k, s in enumerate(seeds)
     ]  # fmt: skip
     assert all(len(chain.results) == RESULTS for chain in chains)
     rng = np.random.default_rng(stream)
-    shards = problem.topology.edp
+    shards, width = problem.topology.edp, problem.topology.ranks_per_shard
+    mean_work = max(1e-300, float(problem.work_S.sum()) / problem.cells / len(static.linear_T))
     temperature = hot
     while (proposals := phase.next_step(len(chains), STEPS)) > 0:
         progress = phase.progress
         cooler = hot * (cold / hot) ** progress
         resample(chains, 1 / cooler - 1 / temperature, rng)
         temperature = cooler
-        weight = TOTAL_WEIGHT + (1 - progress) * SHARE_WEIGHT / shards * (shards > 1)
         before = [chain.best for chain in chains]
 
-        def step(chain: Chain, t: float = temperature, w: float = weight, n: int = proposals) -> None:
-            chain.sweep(t, w, n)
+        fade = 1 - progress
+        weights = (
+            TOTAL_WEIGHT + (fade * SHARE_WEIGHT / shards if shards > 1 else 0.0),
+            fade * SPREAD_WEIGHT / mean_work if width > 1 else 0.0,
+        )
+
+        def step(
+            chain: Chain,
+            temperature: float = temperature,
+            weights: tuple[float, float] = weights,
+            proposals: int = proposals,
+        ) -> None:
+            chain.sweep(temperature, *weights, proposals)
 
         list(pool.map(step, chains))
         phase.spend(proposals * len(chains))
@@ -201,5 +223,3 @@ def systematic(weights: NDArray[np.float64], offset: float) -> list[int]:
     pointers = (np.arange(n) + offset) / n * edges[-1]
     parents = np.searchsorted(edges, pointers, side="right")
     return [int(k) for k in np.minimum(parents, n - 1)]
-
-

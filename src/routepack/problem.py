@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from routepack.cost import Coefficients
 from routepack.errors import InfeasibleError
-from routepack.kernels.layout import TOP, State, Static, build, measure
+from routepack.kernels.layout import (
+    TOP,
+    TOTAL_WEIGHT,
+    WORST_ROW_WEIGHT,
+    State,
+    Static,
+    build,
+    measure,
+)
 from routepack.kernels.placing import place_demand
 from routepack.objective import score_rows
 from routepack.plan import Score
 from routepack.topology import Topology
 from routepack.window import Window
-
-TOTAL_WEIGHT = 1e-6  # of sum U in the energy (design section 2)
-WORST_ROW_WEIGHT = 1e-9  # of max J
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +46,12 @@ class Measured:
     def energy(self) -> float:
         """The search energy (design section 2)."""
         score = self.score
-        return (
-            score.slowest_shard + TOTAL_WEIGHT * score.total + WORST_ROW_WEIGHT * score.worst_row
-        )
+        return score.slowest_shard + TOTAL_WEIGHT * score.total + WORST_ROW_WEIGHT * score.worst_row
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What to pack: a window on a topology at a number of rows. See kernels/layout.py for the frame.
+    """What to pack: a window on a topology at a number of rows (frame: kernels/layout.py).
 
     A layout is cell_S [S]: the cell of each sample, cells numbered row by row and, inside a row,
     shard by shard.
@@ -65,20 +69,25 @@ class Problem:
         return self.rows * self.topology.dp
 
     @property
+    def load(self) -> Any:
+        """Dtype that holds the routed tokens of any group exactly."""
+        routed = self.window.top_k * int(self.window.lengths_S.sum())
+        return np.dtype(np.int32 if routed < 2**31 else np.int64)
+
+    @property
     def dp_order(self) -> tuple[int, ...]:
         """DP rank of each cell of a row: shards one after another."""
         return tuple(d for group in self.topology.groups for d in group)
 
-    def static(self, placement_LE: NDArray[np.int32], cost: Coefficients | None = None) -> Static:
-        """The arrays of a search under one placement."""
-        cost = cost or self.cost
+    def static(self, rank_LE: NDArray[np.int32]) -> Static:
+        """The arrays of a search under one placement, given as the EP rank of each expert."""
+        cost = self.cost
         lengths_S = self.window.lengths_S
         samples = len(lengths_S)
         by_length_S = np.argsort(-lengths_S, kind="stable").astype(np.int32)
         length_rank_S = np.empty(samples, np.int32)
         length_rank_S[by_length_S] = np.arange(samples, dtype=np.int32)
-        rank_LE = (placement_LE // (self.window.experts // self.topology.ep)).astype(np.int32)
-        placed_SRL = place_demand(self.window.demand_SLE, rank_LE, self.topology.ep)
+        placed_SRL = place_demand(self.window.demand_SLE, rank_LE, self.topology.ep, self.load)
         return Static(
             length_S=np.append(lengths_S, 0),
             tokens2_TS=np.pad(cost.quadratic_tokens_TS, ((0, 0), (0, 1))),
@@ -114,6 +123,7 @@ class Problem:
             work_Tc=np.zeros((stages, cells)),
             top_BTk=np.zeros((groups, stages, TOP)),
             top_cell_BTk=np.zeros((groups, stages, TOP), np.int32),
+            work_BT=np.zeros((groups, stages)),
             cost_B=np.zeros(groups),
             shard_G=np.zeros(static.shards),
             peak_L=np.zeros(layers, load),
@@ -157,6 +167,27 @@ class Problem:
         shortest = np.cumsum(np.sort(self.window.lengths_S))
         return int(np.searchsorted(shortest, self.token_cap, side="right")) + 1
 
+    def assert_exact(self, static: Static, state: State) -> None:
+        """The debug check: a state's integers and the costs that follow equal a recompute by ==."""
+        samples = self.window.samples
+        fresh = self.state(static, state.cell_S[:samples].copy())
+        derived = (
+            "count_c", "tokens_c", "tokens2_Tc", "load_BRL", "busiest_B", "work_Tc", "work_BT",
+            "cost_B", "shard_G",
+        )  # fmt: skip
+        for name in derived:
+            assert np.array_equal(getattr(state, name), getattr(fresh, name)), name
+        assert np.array_equal(state.top_BTk[:, :, 0], fresh.top_BTk[:, :, 0])
+        groups, _, layers = state.load_BRL.shape
+        for b in range(groups):  # any busiest rank will do
+            argmax_L = state.argmax_BL[b]
+            at = (argmax_L, np.arange(layers))
+            assert np.array_equal(state.load_BRL[b][at], state.load_BRL[b].max(axis=0))
+            peak_S = static.placed_SRL[:, at[0], at[1]].sum(axis=1)
+            assert np.array_equal(state.peak_BS[b], peak_S)
+        for s, c in enumerate(state.cell_S[:samples].tolist()):
+            assert state.members_ck[c, state.position_S[s]] == s
+
     def measure(self, static: Static, cell_S: NDArray[np.int32]) -> Measured:
         """The exact cost of a layout under `static`."""
         _, ranks, layers = static.placed_SRL.shape
@@ -164,7 +195,8 @@ class Problem:
         attention_B, busiest_B = np.empty(groups), np.empty(groups, np.int64)
         load_RL = np.empty((ranks, layers), static.placed_SRL.dtype)
         measure(static, cell_S, attention_B, busiest_B, load_RL)
-        return Measured(attention_B, static.expert * busiest_B, self.topology.edp)
+        expert_B = np.asarray(static.expert * busiest_B, np.float64)
+        return Measured(attention_B, expert_B, self.topology.edp)
 
     def to_rows(self, cell_S: NDArray[np.int32]) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """[M][D][...] sample indices, ascending in a cell, as a plan holds them."""

@@ -1,4 +1,4 @@
-"""Alternate packing (population annealing) and row-aware placement inside one budget (design 6.1)."""
+"""Alternate packing (population annealing) and row-aware placement in one budget (design 6.1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from routepack.budget import Meter, Phase
 from routepack.kernels.layout import Static
-from routepack.placement import relabel, row_aware_placement
+from routepack.placement import row_aware_placement
 from routepack.population import Archive, anneal
 from routepack.problem import Problem
 from routepack.seeds import Seed, make_seeds
@@ -45,8 +45,7 @@ FIXED_PLACEMENT = (Round(1.0, 0.08, 0.001, 1.0),)
 
 def search(
     problem: Problem,
-    placement_LE: NDArray[np.int32],
-    current_LE: NDArray[np.int32],
+    rank_LE: NDArray[np.int32],
     packed_bins: Sequence[Sequence[int]],
     *,
     bound: float,
@@ -57,15 +56,14 @@ def search(
     stop: Callable[[], bool] | None = None,
 ) -> tuple[Archive, list[Seed]]:
     """The best placed layout found in the budget, and the seeds it came from."""
-    window, topology = problem.window, problem.topology
-    static = problem.static(placement_LE)
+    static = problem.static(rank_LE)
     rng = np.random.default_rng([seed, SEEDS])
     first = make_seeds(problem, static, packed_bins, CHAINS, rng, SEED_ATTEMPTS)
     scores = [problem.measure(static, s.cell_S).score for s in first]
     lead = min(range(len(first)), key=lambda k: scores[k].key)
-    archive = Archive(problem, meter, placement_LE, first[lead].cell_S, scores[lead])
+    archive = Archive(problem, meter, rank_LE, first[lead].cell_S, scores[lead])
     seeds = first
-    unit = bound / window.samples
+    unit = bound / problem.window.samples
     with ThreadPoolExecutor(threads) as pool:
         for k, (pack_until, hot, cold, place_until) in enumerate(rounds):
             if stop is not None and stop():
@@ -76,7 +74,14 @@ def search(
                 stream=(seed, PACK, k), pool=pool, stop=stop,
             )  # fmt: skip
             if place_until > pack_until and (stop is None or not stop()):
-                static = _place(problem, static, archive, current_LE, Phase(meter, place_until), (seed, PLACE, k), pool)
+                static = _place(
+                    problem,
+                    static,
+                    archive,
+                    Phase(meter, place_until),
+                    (seed, PLACE, k),
+                    pool,
+                )
             energy = problem.measure(static, archive.cell_S).energy
             seeds = [replace(s, cell_S=archive.cell_S, energy=energy) for s in seeds]
     return archive, first
@@ -86,7 +91,6 @@ def _place(
     problem: Problem,
     static: Static,
     archive: Archive,
-    current_LE: NDArray[np.int32],
     phase: Phase,
     stream: tuple[int, ...],
     pool: ThreadPoolExecutor,
@@ -95,10 +99,16 @@ def _place(
     ranks = problem.topology.ep
     group_S = (archive.cell_S // static.width).astype(np.int32)
     rank_LE = row_aware_placement(
-        problem.window.demand_SLE, group_S, archive.placement_LE, ranks, phase, stream, pool
+        problem.window.demand_SLE,
+        group_S,
+        archive.rank_LE,
+        ranks,
+        problem.load,
+        phase,
+        stream,
+        pool,
     )
-    placement_LE = relabel(rank_LE, ranks, current_LE)
-    candidate = problem.static(placement_LE)
-    if archive.offer(candidate, archive.cell_S, 0.0, placement_LE):
+    candidate = problem.static(rank_LE)
+    if archive.offer(candidate, archive.cell_S, 0.0, rank_LE):
         return candidate
     return static

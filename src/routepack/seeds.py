@@ -1,4 +1,4 @@
-"""Starting layouts for the population: generate, canonicalise, gate by quality, choose for diversity.
+"""Starting layouts for the population: generate, canonicalise, gate, choose for diversity.
 
 Design section 3.3. Generators may fail on a tight cap; a layout that does not fit is dropped, and
 first-fit decreasing's bins, which the row certificate rests on, are always among the seeds.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from routepack.kernels.layout import Static
 from routepack.kernels.packing import best_fit, first_fit
 from routepack.kernels.seeding import least_increase
 from routepack.layouts import (
@@ -20,7 +21,7 @@ from routepack.layouts import (
     karmarkar_karp,
     lightest_layout,
 )
-from routepack.problem import Problem, Static
+from routepack.problem import Problem
 
 GATE = 1.10  # seeds within this factor of the best seed's cost are kept
 DIRECTIONS = 16  # of the sliced-Wasserstein sketch
@@ -44,7 +45,10 @@ def make_seeds(
     attempts: int,
 ) -> list[Seed]:
     """`count` seeds (repeated if there are fewer), best first. `attempts` bounds each generator."""
-    candidates = [("rows", problem.from_bins(packed_bins)), *_generate(problem, static, rng, attempts)]
+    candidates = [
+        ("rows", problem.from_bins(packed_bins)),
+        *_generate(problem, static, rng, attempts),
+    ]
     seeds: dict[bytes, Seed] = {}
     for generator, cell_S in candidates:
         if problem.fits(cell_S):
@@ -71,10 +75,12 @@ def _generate(
         noisy_S = lengths_S * np.exp(spread * rng.standard_normal(len(lengths_S)))
         order_S = np.argsort(-noisy_S, kind="stable")
         made.append(("WindowShuffle", _opened(problem, first_fit(order_S, lengths_S, cap, cells))))
-        made.append(("RandomizedBestFit", _opened(problem, best_fit(order_S, lengths_S, cap, cells))))
+        made.append(
+            ("RandomizedBestFit", _opened(problem, best_fit(order_S, lengths_S, cap, cells)))
+        )
         cell_S = np.empty(len(lengths_S), np.int32)
         _, ranks, layers = static.placed_SRL.shape
-        load_BRL = np.zeros((cells // static.width, ranks, layers), np.int32)
+        load_BRL = np.zeros((cells // static.width, ranks, layers), static.placed_SRL.dtype)
         least_increase(static, order_S, cells, cell_S, load_BRL)
         made.append(("EDPAwarePair", _opened(problem, cell_S)))
         if attempt:

@@ -26,7 +26,9 @@ def verify(window: Window, plan: Plan) -> list[str]:
         topology = plan.to_topology()
         topology.require_plannable()
         if window.experts % topology.ep:
-            raise InputError.at("topology.ep", topology.ep, f"a divisor of {window.experts} experts")
+            raise InputError.at(
+                "topology.ep", topology.ep, f"a divisor of {window.experts} experts"
+            )
         placement_LE = validate_placement(
             "placement", plan.placement, window.layers, window.experts
         )
@@ -45,7 +47,9 @@ def _layout(window: Window, plan: Plan) -> list[str]:
     seen: dict[int, tuple[int, int]] = {}
     for m, row in enumerate(plan.rows):
         if len(row) != plan.topology.dp:
-            broken.append(f"rows[{m}] = {len(row)} cells: expected one for each of dp = {plan.topology.dp}")
+            broken.append(
+                f"rows[{m}] = {len(row)} cells: expected one for each of dp = {plan.topology.dp}"
+            )
         for d, cell in enumerate(row):
             where = f"rows[{m}, {d}]"
             if not cell:
@@ -58,18 +62,24 @@ def _layout(window: Window, plan: Plan) -> list[str]:
                     broken.append(f"{where} = {i}: expected a sample in 0..{window.samples - 1}")
                     continue
                 if i in seen:
-                    broken.append(f"{where} = {i}: expected each sample once, also in rows{list(seen[i])}")
+                    broken.append(
+                        f"{where} = {i}: expected each sample once, also in rows{list(seen[i])}"
+                    )
                 seen[i] = (m, d)
                 tokens += int(window.lengths_S[i])
             if tokens > plan.token_cap:
-                broken.append(f"{where} = {tokens} tokens: expected at most the cap {plan.token_cap}")
+                broken.append(
+                    f"{where} = {tokens} tokens: expected at most the cap {plan.token_cap}"
+                )
     absent = [i for i in range(window.samples) if i not in seen]
     if absent:
         broken.append(f"rows = {len(absent)} samples absent, first {absent[0]}: expected each once")
     return broken
 
 
-def _claims(window: Window, plan: Plan, topology: Topology, placement_LE: NDArray[np.int32]) -> list[str]:
+def _claims(
+    window: Window, plan: Plan, topology: Topology, placement_LE: NDArray[np.int32]
+) -> list[str]:
     """Score and certificate, recomputed; floats must agree to the last bit."""
     cost = plan.cost_model.resolve(window, topology, plan.token_cap)
     truth = score(window, topology, cost, placement_LE, plan.rows)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,7 +35,7 @@ class Window:
     lengths_S: NDArray[np.int64]
     demand_SLE: NDArray[Any]
     top_k: int
-    missing_S: NDArray[np.int32] = field(default=None)  # type: ignore[assignment]
+    missing_S: NDArray[np.int32] = cast(Any, None)  # never None once built
     group_S: NDArray[np.int32] | None = None
     moe_layers: tuple[int, ...] = ()
     model: str = ""
@@ -115,7 +115,7 @@ class Window:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of the canonical tensors: the same for `routes` and the `demand` counted from them."""
+        """Hash of the canonical tensors: the same for routes and the demand counted from them."""
         shape = f"{FORMAT} {self.samples} {self.layers} {self.experts} {self.top_k}\n"
         digest = hashlib.sha256(shape.encode())
         digest.update(self.lengths_S.astype("<i8").tobytes())
@@ -188,7 +188,9 @@ def _check_sums(
             f"summed over experts"
         )
         raise InputError.at("demand", int(sums_SL[s, layer]), expected, (s, layer))
-    for s in range(len(lengths_S)):  # a token uses an expert at most once; sample by sample: no copy
+    for s in range(
+        len(lengths_S)
+    ):  # a token uses an expert at most once; sample by sample: no copy
         if demand_SLE[s].max() > recorded_S[s]:
             layer, e = np.argwhere(demand_SLE[s] > recorded_S[s])[0].tolist()
             expected = f"at most the {recorded_S[s]} recorded tokens of the sample"

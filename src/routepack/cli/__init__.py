@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from routepack.errors import InputError
 
@@ -30,6 +31,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except MemoryError as error:  # sizes that are typing slips get here, as do huge windows
+        return _fail(f"expected input that fits into memory, {error or 'it does not'}")
     if code == INTERRUPTED:
         sys.stderr.write("interrupted\n")
     return code
@@ -41,7 +44,7 @@ def _run(args: Sequence[str] | None) -> int:
     from routepack.cli.app import app
 
     # Typer carries a copy of click or imports it, by version: the base of all its usage errors.
-    usage_error = typer.BadParameter.__mro__[2]
+    usage_error: Any = typer.BadParameter.__mro__[2]
     command = typer.main.get_command(app)
     try:
         # Not standalone: typer would print boxes of many lines. Its own exits are returned.
@@ -49,13 +52,19 @@ def _run(args: Sequence[str] | None) -> int:
             None if args is None else list(args), prog_name="routepack", standalone_mode=False
         )
     except usage_error as error:
-        message = error.format_message()  # type: ignore[attr-defined]
-        raise InputError(message.rstrip(".")) from None
+        raise InputError(_usage(error)) from None
     return code if isinstance(code, int) else 0
 
 
-def _fail(message: str) -> int:
-    from routepack.cli.terminal import one_line
+def _usage(error: Any) -> str:
+    """What is wrong with the options, in the form of InputError.at where a value is refused."""
+    if getattr(error, "param", None) is not None and error.message:
+        return f"{error.param.opts[0]} = {error.message}"
+    return str(error.format_message()).rstrip(".")
 
-    sys.stderr.write(f"error: {one_line(message)}\n")
+
+def _fail(message: str) -> int:
+    from routepack.report.text import printable
+
+    sys.stderr.write(f"error: {printable(message)}\n")
     return USER_ERROR

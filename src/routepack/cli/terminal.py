@@ -8,12 +8,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
 
 from routepack.errors import InputError
 
+COMPILING = "compiling kernels (first run only) ..."
 COMPILING_SECONDS = 3.0  # from numba's cache the kernels load in about one
 
 
@@ -22,14 +24,10 @@ def stdout() -> Console:
     return Console(markup=False, highlight=False, emoji=False)
 
 
-def stderr() -> Console:
-    """Where notes and progress go."""
-    return Console(stderr=True, markup=False, highlight=False, emoji=False)
-
-
-def one_line(text: str) -> str:
-    """`text` with line breaks and control characters escaped, as names from files may hold any."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def waiting(text: str) -> AbstractContextManager[object]:
+    """A line on stderr while something runs; none where nobody watches."""
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    return console.status(text) if console.is_terminal else nullcontext()
 
 
 def loading_kernels(*modules: str) -> float:
@@ -38,9 +36,7 @@ def loading_kernels(*modules: str) -> float:
     The first import after an installation compiles for tens of seconds; one line on stderr says so.
     """
     started = time.perf_counter()
-    say = threading.Timer(
-        COMPILING_SECONDS, lambda: print_note("compiling kernels (first run only) ...")
-    )
+    say = threading.Timer(COMPILING_SECONDS, _say_compiling)
     say.daemon = True
     say.start()
     try:
@@ -51,9 +47,8 @@ def loading_kernels(*modules: str) -> float:
     return time.perf_counter() - started
 
 
-def print_note(text: str) -> None:
-    """One line on stderr that is no error."""
-    sys.stderr.write(f"{one_line(text)}\n")
+def _say_compiling() -> None:
+    sys.stderr.write(f"{COMPILING}\n")
     sys.stderr.flush()
 
 
@@ -84,7 +79,7 @@ def _require_writable(path: Path) -> None:
         if path.exists():
             with path.open("ab"):  # a file that is write-protected stays as it is
                 pass
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):
             pass
     except OSError as error:
         raise InputError(f"{path}: expected a file that can be written, {error.strerror}") from None

@@ -5,20 +5,22 @@ numbered so that cell // W is the group and group % G the shard. Sample S is the
 tokens, no demand; moving it does nothing, so a relocation is a swap with it.
 
 Loads are rank-major with layers innermost, so that the busiest rank of every layer is a vertical
-SIMD maximum. Shape suffixes: B groups, c cells, T attention stages, R EP ranks, L layers, S samples.
+SIMD maximum. Suffixes: B groups, c cells, T attention stages, R EP ranks, L layers, S samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from routepack.kernels.jit import inlined, kernel
+from routepack.kernels.jit import PerLoad, inlined
 
+TOTAL_WEIGHT = 1e-6  # of sum U in the energy (design section 2)
+WORST_ROW_WEIGHT = 1e-9  # of max J
 TOP = 3  # largest cells kept per stage: two may be excluded by a move, the third is the maximum
 
 
@@ -40,7 +42,7 @@ class Static(NamedTuple):
 
 
 class State(NamedTuple):
-    """A layout. Integers are the truth; floats are functions of them, recomputed and never summed up."""
+    """A layout. Integers are the truth; floats are functions of them, never accumulated."""
 
     cell_S: NDArray[np.int32]
     position_S: NDArray[np.int32]  # of a sample among the members of its cell
@@ -55,6 +57,7 @@ class State(NamedTuple):
     work_Tc: NDArray[np.float64]
     top_BTk: NDArray[np.float64]  # the largest cells of a group, per stage
     top_cell_BTk: NDArray[np.int32]
+    work_BT: NDArray[np.float64]  # of all cells of a group
     cost_B: NDArray[np.float64]  # J
     shard_G: NDArray[np.float64]  # U
     peak_L: NDArray[Any]  # scratch, as is the next
@@ -68,7 +71,7 @@ def static_type(load: Any) -> Any:
         i64[::1], i64[:, ::1], load[:, :, ::1], load[:, :, ::1], i32[::1], i32[::1],
         f64[::1], f64[::1], f64, i64, i64, i64,
     )  # fmt: skip
-    return types.NamedTuple(fields, Static)
+    return cast(Any, types.NamedTuple)(fields, Static)
 
 
 def state_type(load: Any) -> Any:
@@ -77,9 +80,10 @@ def state_type(load: Any) -> Any:
     fields = (
         i32[::1], i32[::1], i32[:, ::1], i32[::1], i64[::1], i64[:, ::1], load[:, :, ::1],
         i64[::1], i32[:, ::1], load[:, ::1], f64[:, ::1], f64[:, :, ::1], i32[:, :, ::1],
+        f64[:, ::1],
         f64[::1], f64[::1], load[::1], i32[::1],
     )  # fmt: skip
-    return types.NamedTuple(fields, State)
+    return cast(Any, types.NamedTuple)(fields, State)
 
 
 @inlined
@@ -94,11 +98,13 @@ def refresh_cell(static, state, c):  # type: ignore[no-untyped-def]
 def refresh_attention(static, state, b):  # type: ignore[no-untyped-def]
     """The largest cells of group b, per stage; ties to the lowest cell."""
     for t in range(len(static.linear_T)):
+        state.work_BT[b, t] = 0.0
         for k in range(TOP):
             state.top_BTk[b, t, k] = 0.0
             state.top_cell_BTk[b, t, k] = -1
         for c in range(b * static.width, (b + 1) * static.width):
             value, cell = state.work_Tc[t, c], np.int32(c)
+            state.work_BT[b, t] += value
             for k in range(TOP):
                 held = state.top_cell_BTk[b, t, k]
                 if held < 0 or value > state.top_BTk[b, t, k]:
@@ -253,16 +259,20 @@ def _measure(
         busiest_B[b] = busiest
 
 
-def compile_for(function: Callable[..., Any], load: Any, *rest: Any) -> Callable[..., Any]:
-    """`function(static, state, *rest)` compiled for loads of one integer type."""
-    signature = types.void(static_type(load), state_type(load), *rest)
-    return kernel(signature, allocates=False)(function)
+def of_static(
+    function: Callable[..., Any], signature: Callable[[Any], Any], *, allocates: bool = False
+) -> PerLoad:
+    """A kernel whose first argument is a Static."""
+    return PerLoad(function, signature, lambda static: static.placed_SRL.dtype, allocates=allocates)
 
 
-build = compile_for(_build, types.int32, types.int32[::1])
-measure: Any = kernel(
-    types.void(
-        static_type(types.int32), types.int32[::1], types.float64[::1], types.int64[::1],
-        types.int32[:, ::1],
-    )
-)(_measure)  # fmt: skip
+build = of_static(
+    _build, lambda load: types.void(static_type(load), state_type(load), types.int32[::1])
+)
+measure = of_static(
+    _measure,
+    lambda load: types.void(
+        static_type(load), types.int32[::1], types.float64[::1], types.int64[::1], load[:, ::1]
+    ),
+    allocates=True,
+)

@@ -27,13 +27,13 @@ def _place(demand_SLE, rank_LE, placed_SRL):  # type: ignore[no-untyped-def]
 
 
 def place_demand(
-    demand_SLE: NDArray[Any], rank_LE: NDArray[np.int32], ranks: int
-) -> NDArray[np.int32]:
-    """Routed tokens of each sample on each EP rank: [S+1, R, L], the last sample all zero."""
+    demand_SLE: NDArray[Any], rank_LE: NDArray[np.int32], ranks: int, load: Any
+) -> NDArray[Any]:
+    """Routed tokens of each sample on each EP rank [S+1, R, L]; the last sample is all zero."""
     samples, layers, _ = demand_SLE.shape
     placed_SRL = np.zeros((samples + 1, ranks, layers), np.int32)
     _place(demand_SLE, rank_LE, placed_SRL)
-    return placed_SRL
+    return placed_SRL.astype(load, copy=False)
 
 
 @kernel("void(int64[:,::1], int64, int32[:,::1])")
@@ -60,7 +60,7 @@ def longest_first(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
 
 @kernel("void(int64[:,::1], int64, int32[:,::1])")
 def swap_descent(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
-    """Swap an expert of the busiest rank with one elsewhere while that lowers the larger of the two.
+    """Swap an expert of the busiest rank with one elsewhere while that lowers the larger load.
 
     The best swap is taken each time (ties to the lowest experts); the busiest load never rises and,
     while several ranks are equally busy, their number falls, so it ends.

@@ -1,4 +1,4 @@
-"""Counter-based random numbers (SplitMix64, Steele et al. 2014): a draw depends on key and counter only.
+"""Counter-based random numbers (SplitMix64, Steele et al. 2014): a function of key and counter.
 
 So a chain's stream is the same on any thread, and after any resampling of the population.
 """
@@ -47,8 +47,8 @@ def unit(bits):  # type: ignore[no-untyped-def]
 def stream_key(seed: int, *path: int) -> np.uint64:
     """The key of a stream, e.g. stream_key(seed, STAGE, chain): SplitMix64 folded over the path."""
     mask = (1 << 64) - 1
-    key = seed & mask
-    for part in path:
+    key = 0
+    for part in (seed, *path):
         key = (key ^ (part & mask)) + 0x9E3779B97F4A7C15 & mask
         key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & mask
         key = (key ^ key >> 27) * 0x94D049BB133111EB & mask

@@ -1,13 +1,15 @@
-"""Kernels of the row-aware placement: per layer, anneal expert swaps under the sum of busiest ranks."""
+"""Kernels of the row-aware placement: expert swaps annealed under the sum of busiest ranks."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numba import types
+from numpy.typing import NDArray
 
-from routepack.kernels.jit import inlined, kernel
+from routepack.kernels.jit import PerLoad, inlined
 from routepack.kernels.rng import draw, high, low, unit
 
 _READ_U16 = types.Array(types.uint16, 3, "C", readonly=True)
@@ -15,11 +17,7 @@ _READ_U32 = types.Array(types.uint32, 3, "C", readonly=True)
 LARGEST = 3  # ranks kept per group: a swap changes two, the third is the maximum of the rest
 
 
-@kernel(
-    types.void(_READ_U16, types.int32[::1], types.int32[:, :, ::1]),
-    types.void(_READ_U32, types.int32[::1], types.int32[:, :, ::1]),
-)
-def group_demand(demand_SLE, group_S, demand_BLE):  # type: ignore[no-untyped-def]
+def _group_demand(demand_BLE, demand_SLE, group_S):  # type: ignore[no-untyped-def]
     """Add the demand of each sample to its group's."""
     samples, layers, experts = demand_SLE.shape
     for s in range(samples):
@@ -53,24 +51,18 @@ def find_largest(load_RB, top_kB, rank_kB):  # type: ignore[no-untyped-def]
     return total
 
 
-@kernel(
-    types.void(
-        types.int32[:, :, ::1], types.int64, types.int32[:, ::1], types.int64, types.int64,
-        types.int64, types.float64, types.float64, types.uint64, types.int64[::1],
-    )
-)  # fmt: skip
-def anneal_layers(
+def _anneal_layers(  # type: ignore[no-untyped-def]
     demand_LEB, ranks, rank_LE, first, last, proposals, start, cooling, key, busiest_L
-):  # type: ignore[no-untyped-def]
+):
     """Anneal layers first..last-1 of rank_LE in place to the best found; busiest_L gets its cost.
 
     A proposal swaps an expert of the busiest rank of a random group with one of another rank. The
-    temperature falls from `start` to start / cooling, in units of the mean excess of a busiest rank.
+    temperature falls from `start` to start / cooling, in mean excesses of a busiest rank.
     """
     _, experts, groups = demand_LEB.shape
     per_rank = experts // ranks
-    load_RB = np.empty((ranks, groups), np.int32)
-    top_kB = np.empty((LARGEST, groups), np.int32)
+    load_RB = np.empty((ranks, groups), demand_LEB.dtype)
+    top_kB = np.empty((LARGEST, groups), demand_LEB.dtype)
     rank_kB = np.empty((LARGEST, groups), np.int32)
     member_Ri = np.empty((ranks, per_rank), np.int32)
     held_R = np.empty(ranks, np.int64)
@@ -126,3 +118,31 @@ def anneal_layers(
                 best_E[:] = rank_E
         rank_E[:] = best_E
         busiest_L[layer] = best
+
+
+group_demand_u16 = PerLoad(
+    _group_demand, lambda load: types.void(load[:, :, ::1], _READ_U16, types.int32[::1])
+)
+group_demand_u32 = PerLoad(
+    _group_demand, lambda load: types.void(load[:, :, ::1], _READ_U32, types.int32[::1])
+)
+
+
+def group_demand(
+    demand_SLE: NDArray[Any], group_S: NDArray[np.int32], groups: int, load: Any
+) -> NDArray[Any]:
+    """Demand of each group [B, L, E], of dtype `load`."""
+    demand_BLE = np.zeros((groups, *demand_SLE.shape[1:]), load)
+    add_up = group_demand_u16 if demand_SLE.dtype == np.uint16 else group_demand_u32
+    add_up(demand_BLE, demand_SLE, group_S)
+    return demand_BLE
+
+
+anneal_layers = PerLoad(
+    _anneal_layers,
+    lambda load: types.void(
+        load[:, :, ::1], types.int64, types.int32[:, ::1], types.int64, types.int64, types.int64,
+        types.float64, types.float64, types.uint64, types.int64[::1],
+    ),
+    allocates=True,
+)  # fmt: skip

@@ -9,7 +9,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from routepack.kernels.jit import kernel
-from routepack.kernels.layout import Static, static_type
+from routepack.kernels.layout import Static, of_static, static_type
 
 
 @kernel("int32[::1](int64[::1], int64[::1], float64[::1], int64, int64)")
@@ -97,9 +97,10 @@ def _least_increase(
                 load_BRL[b, r, layer] += static.placed_SRL[s, r, layer]
 
 
-least_increase: Any = kernel(
-    types.void(
-        static_type(types.int32), types.int64[::1], types.int64, types.int32[::1],
-        types.int32[:, :, ::1],
-    )
-)(_least_increase)  # fmt: skip
+least_increase = of_static(
+    _least_increase,
+    lambda load: types.void(
+        static_type(load), types.int64[::1], types.int64, types.int32[::1], load[:, :, ::1]
+    ),
+    allocates=True,
+)

@@ -1,25 +1,26 @@
 """One sweep of annealing: swap and relocate moves at a fixed temperature (design section 3.4).
 
-Each move is proposed, evaluated and applied. The acceptance threshold is drawn first, and evaluation
-stops as soon as a lower bound passes it, so that the result is that of a full evaluation:
-the busiest rank of every layer after a move is at least what its old busiest rank then carries.
+Each move is proposed, evaluated and applied. The acceptance threshold is drawn first, and
+evaluation stops as soon as a lower bound passes it; the result is that of a full evaluation: the
+busiest rank of every layer after a move is at least what its old busiest rank then carries.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from routepack.kernels.jit import inlined, kernel
+from routepack.kernels.jit import inlined
 from routepack.kernels.layout import (
+    TOTAL_WEIGHT,
+    WORST_ROW_WEIGHT,
     State,
     Static,
     add,
-    compile_for,
+    of_static,
     refresh_attention,
     refresh_cell,
     refresh_cost,
@@ -31,15 +32,13 @@ from routepack.kernels.layout import (
 )
 from routepack.kernels.rng import draw, high, low, unit
 
-TOTAL_WEIGHT = 1e-6  # of sum U in the energy (design section 2)
-WORST_ROW_WEIGHT = 1e-9  # of max J
 RELOCATE = 0.1  # share of proposals that move one sample; the others swap two
-NEAR = 0.5  # share of swaps with a partner of similar length: those keep within a tight cap
-GUIDED = 0.3  # share of proposals that start in the slowest shard, at the heaviest of a few samples
-TOURNAMENT = 4
+NEAR = 0.6  # share of swaps with a partner of similar length: those keep within a tight cap
+HEAVIEST = 0.3  # share of proposals that start in the heaviest cell of a group
 
 # Where a sweep leaves its results.
 ENERGY, BEST, ACCEPTED, EVALUATED, RESULTS = 0, 1, 2, 3, 4
+DRAWS = 3  # random words of a proposal
 
 
 @inlined
@@ -121,22 +120,18 @@ def busiest_after(static, state, b, out, into):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def pick(static, state, bits, guided):  # type: ignore[no-untyped-def]
-    """A sample to move: uniform, or of a few in the slowest shard the one that loads its peaks most."""
+def pick(static, state, bits):  # type: ignore[no-untyped-def]
+    """A sample to move: any, or guided, one of the heaviest cell of some group.
+
+    Of a group's cells the energy sees the heaviest only, which uniform proposals mostly miss.
+    """
     samples = len(static.length_S) - 1
-    if not guided:
-        return high(bits, samples)
-    slowest = 0
-    for g in range(1, static.shards):
-        if state.shard_G[g] > state.shard_G[slowest]:
-            slowest = g
-    best, best_share = high(bits, samples), -1.0
-    for k in range(TOURNAMENT):
-        s = high(draw(bits, np.uint64(k)), samples)
-        b = state.cell_S[s] // static.width
-        share = state.peak_BS[b, s] / static.length_S[s]
-        if b % static.shards == slowest and share > best_share:
-            best, best_share = s, share
+    guide = draw(bits, np.uint64(0))
+    best = high(bits, samples)
+    if unit(guide) < HEAVIEST:
+        b = high(draw(bits, np.uint64(1)), len(state.cost_B))
+        c = state.top_cell_BTk[b, low(guide, len(static.linear_T)), 0]
+        best = np.int64(state.members_ck[c, high(bits, state.count_c[c])])
     return best
 
 
@@ -145,11 +140,10 @@ def propose(static, state, first, second):  # type: ignore[no-untyped-def]
     """Cells x, y and samples i (in x) and j (in y, or the null sample); x < 0: no legal move."""
     samples = len(static.length_S) - 1
     kind = unit(second)
-    guided = unit(draw(first, np.uint64(0))) < GUIDED
-    i = pick(static, state, first, guided)
+    i = pick(static, state, first)
     x = np.int64(state.cell_S[i])
     if kind < RELOCATE:
-        j = samples
+        j = np.int64(samples)
         y = low(first, len(state.count_c))
         legal = state.count_c[x] > 1 and state.tokens_c[y] + static.length_S[i] <= static.cap
     else:
@@ -189,6 +183,23 @@ def apply(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def spread_change(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
+    """Change, by a move, of the squared deviation of cells from the mean cell of their group."""
+    bx, by = x // static.width, y // static.width
+    change = 0.0
+    for t in range(len(static.linear_T)):
+        before_x, before_y = state.work_Tc[t, x], state.work_Tc[t, y]
+        after_x = cell_work(static, state, t, x, i, j)
+        after_y = cell_work(static, state, t, y, j, i)
+        change += after_x * after_x - before_x * before_x + after_y * after_y - before_y * before_y
+        if bx != by:
+            total_x, total_y = state.work_BT[bx, t], state.work_BT[by, t]
+            moved = after_x - before_x
+            change -= moved * (2.0 * (total_x - total_y) + 2.0 * moved) / static.width
+    return change
+
+
+@inlined
 def evaluate(static, state, x, y, i, j, total_weight, limit, early):  # type: ignore[no-untyped-def]
     """The energy after a move, or a lower bound of it as soon as that passes `limit`.
 
@@ -224,6 +235,7 @@ def _sweep(
     results: NDArray[np.float64],
     temperature: float,
     total_weight: float,
+    spread_weight: float,
     proposals: int,
     key: np.uint64,
     counter: np.uint64,
@@ -231,17 +243,20 @@ def _sweep(
     """Make `proposals` proposals; best_S keeps the layout of the least energy seen (results[BEST]).
 
     While a search is hot, `total_weight` may exceed TOTAL_WEIGHT, so that the other shards stay low
-    too; the best is always kept by the energy of the design.
+    too, and `spread_weight` charges unequal cells, of which the energy sees only the largest. The
+    best is always kept by the energy of the design.
     """
     now = energy(state, total_weight)
     best = results[BEST]
     accepted, evaluated = 0, 0
     for n in range(proposals):
-        at = counter + np.uint64(3 * n)
+        at = counter + np.uint64(DRAWS * n)
         x, y, i, j = propose(static, state, draw(key, at), draw(key, at + np.uint64(1)))
         if x < 0:
             continue
         limit = now - temperature * math.log(unit(draw(key, at + np.uint64(2))))
+        if spread_weight > 0.0:
+            limit -= spread_weight * spread_change(static, state, x, y, i, j)
         after, full = evaluate(static, state, x, y, i, j, total_weight, limit, True)
         if full:
             evaluated += 1
@@ -262,26 +277,10 @@ def _sweep(
     results[EVALUATED] += evaluated
 
 
-def _evaluate_many(
-    static: Static, state: State, moves_N4: NDArray[np.int64], early: bool, limit: float
-) -> float:
-    """Energies of moves (x, y, i, j), summed: for tests and the benchmark of the evaluation."""
-    total = 0.0
-    for n in range(len(moves_N4)):
-        x, y, i, j = moves_N4[n, 0], moves_N4[n, 1], moves_N4[n, 2], moves_N4[n, 3]
-        total += evaluate(static, state, x, y, i, j, TOTAL_WEIGHT, limit, early)[0]
-    return total
-
-
-_SWEEP = (
-    types.int32[::1], types.float64[::1], types.float64, types.float64, types.int64,
-    types.uint64, types.uint64,
-)  # fmt: skip
-sweep = compile_for(_sweep, types.int32, *_SWEEP)
-evaluate_many: Any = kernel(
-    types.float64(
-        static_type(types.int32), state_type(types.int32), types.int64[:, ::1],
-        types.boolean, types.float64,
+sweep = of_static(
+    _sweep,
+    lambda load: types.void(
+        static_type(load), state_type(load), types.int32[::1], types.float64[::1],
+        types.float64, types.float64, types.float64, types.int64, types.uint64, types.uint64,
     ),
-    allocates=False,
-)(_evaluate_many)  # fmt: skip
+)  # fmt: skip

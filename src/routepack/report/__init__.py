@@ -1,4 +1,4 @@
-"""Readable results: tables and pictures of windows and plans for the terminal (rich renderables)."""
+"""Readable results: tables and pictures of windows and plans, as rich renderables."""
 
 from routepack.report.inspection import inspect_window
 from routepack.report.summary import plan_summary

@@ -6,6 +6,7 @@ the mean rank of the same layer (and row and shard): at 1.00 nobody waits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +20,14 @@ from rich.text import Text
 
 from routepack.objective import row_costs
 from routepack.plan import Plan
-from routepack.report.balance import ratios
-from routepack.report.glyphs import HEAT_LEGEND, Drawn, deviation, heat
+from routepack.report.balance import finite_max, finite_mean, ratios
+from routepack.report.glyphs import HEAT_LEGEND, HIGH, Drawn, bar, deviation, heat
+from routepack.report.text import cost_text
 from routepack.window import Window
 
 HEAT_WIDTH = 12  # marks for the layers; more layers share marks
 ARM = 6  # cells of a bar on either side of its axis
+PACE = 10  # cells of a bar that is full at twice the mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,84 +67,82 @@ class Outcome:
         return 1.0 - float(self.load_MGLR.mean(axis=-1).sum() / busiest) if busiest else 0.0
 
 
-def methods_table(outcomes: Sequence[Outcome]) -> Table:
+def methods_table(outcomes: Sequence[Outcome]) -> RenderableType:
     """One line a method, costs in the unit of the cost model; changes are against the first."""
     first = outcomes[0].plan
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("method", no_wrap=True)
-    for name in ("rows", "slowest", f"vs {first.method}", "attention", "expert"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("peak tokens", "gap", "seconds"):
-        table.add_column(name, justify="right", no_wrap=True)
-    best = min(outcomes, key=lambda o: o.plan.score.key)
+    best = min(outcomes, key=lambda outcome: outcome.plan.score.key)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    table.add_column("method", min_width=10, no_wrap=True)
+    for name in ("rows", "slowest", "change", "attention", "expert", "peak", "gap", "sec"):
+        width = 5 if name == "sec" else 7  # at most 80 in all, even for large costs
+        table.add_column(name, justify="right", min_width=width, no_wrap=True)
     for outcome in outcomes:
-        plan = outcome.plan
-        score, certificate = plan.score, plan.certificate
+        plan, score, certificate = outcome.plan, outcome.plan.score, outcome.plan.certificate
+        relation = "=" if certificate.rows_certified else ">"
         change = score.slowest_shard / first.score.slowest_shard - 1
-        seconds = plan.stats.get("planning_seconds")
         table.add_row(
             plan.method,
-            f"{len(plan.rows)} {'=' if certificate.rows_certified else '>'}"
-            f" {certificate.rows_lower_bound}",
-            f"{score.slowest_shard:,.2f}",
+            f"{len(plan.rows)} {relation} {certificate.rows_lower_bound}",
+            cost_text(score.slowest_shard),
             "" if plan is first else f"{change:+.1%}",
-            f"{score.attention:,.2f}",
-            f"{score.expert:,.2f}",
+            cost_text(score.attention),
+            cost_text(score.expert),
             f"{outcome.load_MGLR.max():,}",
             f"{certificate.gap:.2%}",
-            "" if seconds is None else f"{seconds:.2f}",
+            f"{plan.stats.get('planning_seconds', math.nan):.2f}",
             style="bold" if outcome is best else "",
         )
-    table.caption = Text(
-        "rows: = the proven fewest, > the proven bound. slowest: cost of the slowest shard; gap: "
-        "above its proven bound.\npeak tokens: routed to one EP rank at one layer of one row.",
-        justify="left",
+    legend = Text(
+        "rows: = proven fewest, > proven bound. peak: most tokens routed to an EP rank at\n"
+        "one layer of a row. gap: how far the slowest shard is above its proven bound.",
+        "dim",
     )
-    table.caption_justify = "left"
-    return table
+    return Group(table, legend)
 
 
 def rank_picture(before: Outcome, after: Outcome) -> RenderableType:
-    """The load of every EP rank under two plans, and what that means for each micro-batch."""
+    """The load of every EP rank under two plans, and what it makes each micro-batch wait for."""
     sides = (before, after)
-    full = max(float(np.nanmax(np.abs(side.step_R - 1))) for side in sides)
-    full = max(0.05, np.ceil(full * 20) / 20)  # one scale for both, in steps of 5 %
-    ranks = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    ranks.add_column("EP\nrank", justify="right")
+    most = max(finite_max(np.abs(side.step_R - 1)) for side in sides)
+    full = max(0.05, math.ceil(most * 20) / 20)  # one scale for both, in steps of 5 %
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("EP\nrank", justify="right")
     for side in sides:
-        ranks.add_column(Text(f"{side.plan.method}\nby layer"), no_wrap=True)
-        ranks.add_column(f"\n{'-' * 2} {full:.0%} {'+' * 2}", justify="center", no_wrap=True)
-        ranks.add_column("\nall", justify="right", no_wrap=True)
-        ranks.add_column("", min_width=1)
+        table.add_column(f"{side.plan.method}\nby layer", no_wrap=True)
+        table.add_column(f"\n-{full:.0%} | +{full:.0%}", justify="center", no_wrap=True)
+        table.add_column("\nall", justify="right", no_wrap=True)
+        table.add_column(min_width=2)
+    marks = min(HEAT_WIDTH, before.load_MGLR.shape[2])
     for r in range(before.load_MGLR.shape[-1]):
-        cells: list[str | Drawn] = [str(r)]
+        cells: list[RenderableType] = [str(r)]
         for side in sides:
-            parts = np.array_split(side.step_LR[:, r], min(HEAT_WIDTH, len(side.step_LR)))
-            cells += [
-                heat([float(part.max()) for part in parts]),
-                deviation(float(side.step_R[r]) - 1, full, ARM),
-                f"{side.step_R[r]:.2f}",
-                "",
-            ]
-        ranks.add_row(*cells)
-    title = Text("Load of every EP rank in the step, 1.00 = the mean rank", style="bold")
-    return Group(title, ranks, Drawn(Text(HEAT_LEGEND, "dim")), "", _pace(before, after))
+            hottest = [float(part.max()) for part in np.array_split(side.step_LR[:, r], marks)]
+            ratio = float(side.step_R[r])
+            cells += [heat(hottest), deviation(ratio - 1, full, ARM), f"{ratio:.2f}", ""]
+        table.add_row(*cells)
+    title = Text("Tokens routed to every EP rank in the step, over the mean rank", "bold")
+    legend = Drawn(Text(HEAT_LEGEND, "dim"))
+    return Group(title, table, legend, "", _pace(sides))
 
 
-def _pace(before: Outcome, after: Outcome) -> Table:
-    """What the step waits for: ratios of the busiest rank, over the step and micro-batch by
-    micro-batch."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def _pace(sides: Sequence[Outcome]) -> Table:
+    """What is waited for: the busiest rank over the mean rank, in the step and in each row."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("busiest EP rank over the mean rank")
-    for side in (before, after):
+    for side in sides:
         table.add_column(side.plan.method, justify="right")
-    sides = (before, after)
-    lines = (
-        ("whole step, worst layer", [f"{np.nanmax(s.step_LR):.2f}" for s in sides]),
-        ("each row and layer, on average", [f"{np.nanmean(s.busiest_MGL):.2f}" for s in sides]),
-        ("each row and layer, worst", [f"{np.nanmax(s.busiest_MGL):.2f}" for s in sides]),
-        ("expert time the mean rank waits", [f"{s.waiting:.1%}" for s in sides]),
-    )
-    for name, values in lines:
-        table.add_row(name, *values)
+        table.add_column(min_width=PACE)
+    for name, values in (
+        ("whole step, worst layer", [finite_max(side.step_LR) for side in sides]),
+        ("every row and layer, on average", [finite_mean(side.busiest_MGL) for side in sides]),
+        ("every row and layer, worst", [finite_max(side.busiest_MGL) for side in sides]),
+    ):
+        cells: list[RenderableType] = []
+        for value in values:
+            cells += [f"{value:.2f}", bar(value - 1, 1.0, PACE, HIGH)]
+        table.add_row(name, *cells)
+    cells = []
+    for side in sides:
+        cells += [f"{side.waiting:.1%}", bar(side.waiting, 1.0, PACE, HIGH)]
+    table.add_row("expert time the mean rank waits", *cells)
     return table

@@ -1,0 +1,99 @@
+"""One plan in a few lines: what it costs, what is proven about it, and what planning took."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from routepack.plan import Plan
+from routepack.report.text import cost_model_text, cost_text, printable
+
+
+def plan_summary(
+    plan: Plan, *, cost_source: str, apart_seconds: dict[str, float]
+) -> RenderableType:
+    """A line a fact. `cost_source` says where the cost model is from, `apart_seconds` names what
+    was spent outside planning."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name, value in (
+        ("method", plan.method),
+        ("window", _window(plan)),
+        ("topology", _topology(plan)),
+        ("cost model", f"{cost_source}: {cost_model_text(plan.cost_model)}"),
+        ("rows", _rows(plan)),
+        ("slowest shard", _slowest(plan)),
+        ("attention", _share(plan.score.attention, plan)),
+        ("expert", _share(plan.score.expert, plan)),
+        ("worst row", cost_text(plan.score.worst_row)),
+        ("bound", _bound(plan)),
+        ("experts moved", _moved(plan)),
+        ("planning", _planning(plan)),
+        ("apart from it", ", ".join(f"{k} {v:.2f} s" for k, v in apart_seconds.items())),
+    ):
+        table.add_row(Text(name, "bold"), Text(printable(value)))
+    return table
+
+
+def _window(plan: Plan) -> str:
+    key = plan.window
+    return (
+        f"{key.samples:,} samples, {key.layers} MoE layers x {key.experts} experts, "
+        f"top-{key.top_k}, {key.sha256[:8]}"
+    )
+
+
+def _topology(plan: Plan) -> str:
+    key = plan.topology
+    return (
+        f"{key.dp} DP ranks, {key.ep} EP ranks, EDP {key.edp}; "
+        f"at most {plan.token_cap:,} tokens a micro-batch"
+    )
+
+
+def _slowest(plan: Plan) -> str:
+    total = f", all {plan.topology.edp} shards {cost_text(plan.score.total)}"
+    return cost_text(plan.score.slowest_shard) + total * (plan.topology.edp > 1)
+
+
+def _rows(plan: Plan) -> str:
+    """How many rows, and how far that is proven."""
+    rows, certificate = len(plan.rows), plan.certificate
+    if certificate.rows_certified:
+        return f"{rows}, certified: no layout has fewer ({certificate.rows_method})"
+    return (
+        f"{rows}, best known: at least {certificate.rows_lower_bound} ({certificate.rows_method})"
+    )
+
+
+def _share(cost: float, plan: Plan) -> str:
+    return f"{cost_text(cost)}, {cost / plan.score.total:.1%} of all shards"
+
+
+def _bound(plan: Plan) -> str:
+    certificate = plan.certificate
+    return (
+        f"{cost_text(certificate.cost_lower_bound)} or more for any plan "
+        f"({certificate.cost_bound_method}), gap {certificate.gap:.2%}"
+    )
+
+
+def _moved(plan: Plan) -> str:
+    """Experts whose EP rank differs from the contiguous placement."""
+    placement_LE = plan.placement_LE
+    per_rank = plan.window.experts // plan.topology.ep
+    home_E = np.arange(plan.window.experts) // per_rank
+    moved = int((placement_LE // per_rank != home_E).sum())
+    return f"{moved:,} of {placement_LE.size:,} are on another EP rank than contiguous"
+
+
+def _planning(plan: Plan) -> str:
+    """Seconds inside routepack.plan(), with its stages."""
+    seconds = {
+        k.removesuffix("_seconds"): v for k, v in plan.stats.items() if k.endswith("_seconds")
+    }
+    total = seconds.pop("planning", sum(seconds.values()))
+    stages = ", ".join(f"{name} {value:.3f}" for name, value in seconds.items())
+    spent = f", {plan.search.evaluations:,} moves proposed" if plan.search.chains else ""
+    return f"{total:.3f} s on {plan.stats.get('threads', '?')} threads ({stages}){spent}"
