@@ -249,8 +249,8 @@ def test_unreadable_files(tmp_path: Path) -> None:
     binary = tmp_path / "b.toml"
     binary.write_bytes(b"\xff\xfe")
     reasons = {
-        tmp_path / "absent.toml": "No such file or directory: expected a topology file",
-        tmp_path: "Is a directory: expected a topology file",
+        tmp_path / "absent.toml": "expected a topology file, No such file or directory",
+        tmp_path: "expected a topology file, Is a directory",
         binary: "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
     }
     for path, reason in reasons.items():

@@ -17,6 +17,9 @@ from routepack.topology import Topology
 from routepack.window import Window
 
 
+LARGEST = 1e12  # of a coefficient: sums over any window stay finite
+
+
 class AttentionStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A family of attention layers, its layer count folded into the coefficients.
 
@@ -113,7 +116,7 @@ def read_toml(path: str | Path, what: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{path}: expected a readable {what} file, {error.strerror}") from None
+        raise InputError(f"{path}: expected a {what} file, {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: expected TOML, {error}") from None
 
@@ -129,8 +132,8 @@ def from_toml(path: str | Path, kind: type[CostModel]) -> CostModel:
 
 
 def _cost(name: str, value: float, index: int | None = None) -> None:
-    if not math.isfinite(value) or value < 0:
-        raise InputError.at(name, value, "a finite number of at least 0", index)
+    if not math.isfinite(value) or not 0 <= value <= LARGEST:
+        raise InputError.at(name, value, f"a finite number in 0..{LARGEST:g}", index)
 
 
 DEFAULT = CostModel(attention=(AttentionStage("attention", 60.0, 20.0),))

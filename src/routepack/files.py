@@ -30,7 +30,7 @@ def read_window(path: str | Path, threads: int = 1) -> Window:
         with safe_open(str(path), framework="numpy") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
-                raise InputError.at("format", metadata.get("format"), repr(FORMAT))
+                raise InputError(f"format = {metadata.get('format')!r}: expected {FORMAT!r}")
             names = set(file.keys())
             if unknown := sorted(names - _TENSORS):
                 raise InputError.at("tensor", unknown[0], "one of " + ", ".join(sorted(_TENSORS)))

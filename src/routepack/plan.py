@@ -130,11 +130,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Parse a plan file. Raises InputError, one line that names what is wrong."""
         try:
             fields = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{name}: expected a plan file in JSON, {error}") from None
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             found = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
-            raise InputError.at(f"{name}: format", found, f"{FORMAT!r}")
+            raise InputError(f"{name}: format = {found!r}: expected {FORMAT!r}")
         try:
             if "stats" in fields:
                 raise msgspec.ValidationError("Object contains unknown field `stats`")

@@ -171,13 +171,13 @@ def _validate(
         raise InputError.at("seed", seed, "a whole number in 0..2^63-1")
     if method not in METHODS:
         raise InputError.at("method", method, "one of " + ", ".join(METHODS))
-    topology.require_plannable()
     if window.experts % topology.ep:
         expected = f"a multiple of the {topology.ep} EP ranks"
         raise InputError.at("num_experts", window.experts, expected)
     if window.samples < topology.dp:
         expected = f"at least the {topology.dp} DP ranks"
         raise InputError.at("samples", window.samples, expected)
+    topology.require_plannable()  # after the sizes: absurd ones would take memory here
     if (bad := np.flatnonzero(window.lengths_S > token_cap)).size:
         i = int(bad[0])
         expected = f"at most the token cap {token_cap}"

@@ -98,7 +98,7 @@ class Topology:
                 raise InputError.at("dp * tp * cp", dense, f"a multiple of ep * etp = {expert}")
             return cls(edp=dense // expert, **table)
         except OSError as error:
-            raise InputError(f"{path}: {error.strerror}: expected a topology file") from None
+            raise InputError(f"{path}: expected a topology file, {error.strerror}") from None
         except ValueError as error:  # InputError, TOML syntax, or bytes that are not UTF-8
             raise InputError(f"{path}: {error}") from None
 

@@ -111,10 +111,10 @@ def verify(
     threads: Threads = None,
 ) -> None:
     """Recompute everything that a plan claims. Exit code 1, a line each, if something is wrong."""
+    plan = read_plan(plan_path)
+    window, _ = load_window(window_path, threads, "routepack.counting", "routepack.verify")
     from routepack.verify import verify as broken_invariants
 
-    plan = read_plan(plan_path)
-    window, _ = load_window(window_path, threads, "routepack.counting")
     broken = broken_invariants(window, plan)
     if plan.window != WindowKey.of(window):  # says nothing about the plan: the wrong file was given
         raise InputError(f"{plan_path}: {broken[0]}")

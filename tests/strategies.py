@@ -1,0 +1,172 @@
+"""Every hypothesis strategy of the planner's tests, in one place.
+
+An *instance* is small enough to recompute with the oracle and always feasible: its cap is that of a
+layout that was drawn first. Lengths, sizes and layouts are drawn by hypothesis and so shrink; the
+experts that tokens choose come from a drawn seed.
+
+Shape suffixes as in the package: S samples, L layers, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from routepack.cost import AttentionStage, CostModel
+from routepack.kernels.layout import Static
+from routepack.placement import identity, ranks_of
+from routepack.problem import Problem
+from routepack.topology import Topology
+from routepack.window import Window
+
+SEEDS = st.integers(0, 2**32 - 1)
+COEFFICIENTS = st.one_of(st.just(0.0), st.floats(0.01, 100.0))
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """A problem with one of its layouts, and the placement that it is searched under."""
+
+    window: Window
+    topology: Topology
+    cost_model: CostModel
+    token_cap: int
+    rows: int
+    cell_S: NDArray[np.int32]
+    placement_LE: NDArray[np.int32]
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The problem at the rows of the layout."""
+        cost = self.cost_model.resolve(self.window, self.topology, self.token_cap)
+        return Problem(self.window, self.topology, cost, self.token_cap, self.rows)
+
+    @cached_property
+    def static(self) -> Static:
+        """The arrays of a search under the placement."""
+        return self.problem.static(ranks_of(self.placement_LE, self.topology.ep))
+
+
+def random_routes(
+    rng: np.random.Generator, tokens: int, layers: int, experts: int, top_k: int, skew: float
+) -> NDArray[np.uint8]:
+    """[N, L, K] distinct experts of every token; `skew` 0 is uniform, above it some are hot."""
+    taste_LE = skew * rng.standard_normal((layers, experts))
+    keys_NLE = taste_LE + rng.gumbel(size=(tokens, layers, experts))
+    return np.argsort(-keys_NLE, axis=2)[:, :, :top_k].astype(np.uint8)
+
+
+def random_window(
+    rng: np.random.Generator,
+    lengths_S: Any,
+    layers: int,
+    experts: int,
+    top_k: int,
+    *,
+    skew: float = 1.0,
+    missing_S: Any = None,
+    **fields: Any,
+) -> Window:
+    """A window whose tokens choose at random; every sample has hot experts of its own."""
+    lengths_S = np.asarray(lengths_S, np.int64)
+    missing_S = np.zeros(len(lengths_S), np.int64) if missing_S is None else np.asarray(missing_S)
+    demand_SLE = np.zeros((len(lengths_S), layers, experts), np.uint16)
+    for s, recorded in enumerate((lengths_S - missing_S).tolist()):
+        routes_NLK = random_routes(rng, recorded, layers, experts, top_k, skew)
+        for layer in range(layers):
+            demand_SLE[s, layer] = np.bincount(routes_NLK[:, layer].ravel(), minlength=experts)
+    return Window(lengths_S, demand_SLE, top_k, missing_S=missing_S, **fields)
+
+
+@st.composite
+def windows(
+    draw: st.DrawFn, *, min_samples: int = 1, max_samples: int = 12, ranks: int = 1
+) -> Window:
+    """A window with consistent demand; the number of experts is a multiple of `ranks`."""
+    lengths_S = draw(st.lists(st.integers(1, 40), min_size=min_samples, max_size=max_samples))
+    missing_S = [0] * len(lengths_S)
+    if draw(st.booleans()):
+        missing_S = [draw(st.sampled_from([0, 1, n])) for n in lengths_S]
+    experts = ranks * draw(st.integers(1, max(1, 8 // ranks)))
+    return random_window(
+        np.random.default_rng(draw(SEEDS)),
+        lengths_S,
+        draw(st.integers(1, 3)),
+        experts,
+        draw(st.integers(1, experts)),
+        skew=draw(st.sampled_from([0.0, 1.0, 4.0])),
+        missing_S=missing_S,
+    )
+
+
+@st.composite
+def topologies(draw: st.DrawFn, *, max_dp: int = 16) -> Topology:
+    """G = 1, 2 or 4 shards of 1 to 4 DP ranks, neighbouring or interleaved."""
+    sizes = [(g, w) for g in (1, 2, 4) for w in (1, 2, 3, 4) if g * w <= max_dp]
+    shards, width = draw(st.sampled_from(sizes))
+    if draw(st.booleans()):  # Megatron with dp before ep: the DP ranks of a shard are G apart
+        return Topology(dp=shards * width, ep=width, edp=shards, order="tp-cp-dp-ep-pp")
+    return Topology.of(dp=shards * width, ep=draw(st.sampled_from([1, 2, 3, 4])), edp=shards)
+
+
+@st.composite
+def cost_models(draw: st.DrawFn) -> CostModel:
+    """One to three stages, some without a quadratic part or with a sliding window."""
+    stages = tuple(
+        AttentionStage(
+            f"stage {k}",
+            linear=draw(COEFFICIENTS),
+            quadratic=draw(COEFFICIENTS),
+            window_tokens=draw(st.one_of(st.none(), st.integers(1, 50))),
+        )
+        for k in range(draw(st.integers(1, 3)))
+    )
+    expert = draw(COEFFICIENTS)
+    if expert == 0 and not any(s.linear or s.quadratic for s in stages):
+        expert = 1.0
+    return CostModel(stages, expert, draw(st.sampled_from(["cap", "window"])))
+
+
+@st.composite
+def placements(draw: st.DrawFn, layers: int, experts: int) -> NDArray[np.int32]:
+    """[L, E] slots, any bijection in every layer."""
+    if draw(st.booleans()):
+        return identity(layers, experts)
+    layer = st.permutations(range(experts))
+    return np.array([draw(layer) for _ in range(layers)], np.int32)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, samples: int, cells: int) -> NDArray[np.int32]:
+    """cell_S [S] without empty cells (samples >= cells)."""
+    filled = draw(st.permutations(range(cells)))
+    others = [draw(st.integers(0, cells - 1)) for _ in range(samples - cells)]
+    return np.array([*filled, *others], np.int32)
+
+
+@st.composite
+def instances(draw: st.DrawFn, *, max_cells: int = 8, max_samples: int = 14) -> Instance:
+    """A feasible problem: 1 to 3 rows, a cap between tight and loose, and a layout within it."""
+    topology = draw(topologies(max_dp=max_cells))
+    rows = draw(st.integers(1, min(3, max_cells // topology.dp)))
+    cells = rows * topology.dp
+    window = draw(
+        windows(min_samples=cells, max_samples=max(cells, max_samples), ranks=topology.ep)
+    )
+    cell_S = draw(layouts(window.samples, cells))
+    tokens_c = np.bincount(cell_S, weights=window.lengths_S, minlength=cells)
+    slack = draw(st.sampled_from([0.0, 0.1, 0.5, 3.0]))
+    return Instance(
+        window,
+        topology,
+        draw(cost_models()),
+        int(tokens_c.max() * (1 + slack)),
+        rows,
+        cell_S,
+        draw(placements(window.layers, window.experts)),
+    )

@@ -1,0 +1,386 @@
+"""The search's kernels against the oracle, by ==, and against what the design promises of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_helpers import (
+    apply_one,
+    below_many,
+    draw_many,
+    evaluate_many,
+    propose_many,
+)
+from numpy.typing import NDArray
+from strategies import SEEDS, Instance, instances, layouts, random_window
+
+from routepack import Budget, plan, population
+from routepack.cost import AttentionStage, CostModel
+from routepack.kernels.layout import TOTAL_WEIGHT, State
+from routepack.kernels.rng import stream_key
+from routepack.kernels.sweep import ACCEPTED, BEST, ENERGY, RESULTS
+from routepack.objective import row_costs
+from routepack.placement import identity
+from routepack.population import Chain
+from routepack.problem import Problem
+from routepack.topology import Topology
+
+WEIGHTS = st.sampled_from([TOTAL_WEIGHT, 0.25])
+SPREADS = st.sampled_from([0.0, 0.5])  # of a squared cost by the energy: of its order
+
+
+def fixed_instance(shards: int = 2) -> Instance:
+    """24 samples, loose cap, two rows: almost every move is legal and many are accepted."""
+    rng = np.random.default_rng(3)
+    window = random_window(rng, rng.integers(2, 30, 24), 3, 8, 2)
+    stages = (AttentionStage("full", 60.0, 20.0), AttentionStage("swa", 5.0, 9.0, window_tokens=8))
+    return Instance(
+        window, Topology.of(dp=4, ep=4, edp=shards), CostModel(stages), 200, 2,
+        np.arange(24, dtype=np.int32) % 8, identity(3, 8),
+    )  # fmt: skip
+
+
+def chain_of(instance: Instance, seed: int) -> Chain:
+    """A chain at the layout of the instance."""
+    problem, static, cell_S = instance.problem, instance.static, instance.cell_S
+    results = np.zeros(RESULTS)
+    results[[ENERGY, BEST]] = problem.measure(static, cell_S).energy
+    key = stream_key(seed)
+    return Chain(problem, static, problem.state(static, cell_S), key, cell_S.copy(), results)
+
+
+def sample_moves(instance: Instance, state: State, seed: int, count: int = 64) -> NDArray[np.int64]:
+    """Legal moves [N, 4] of the state: those among `count` random proposals."""
+    bits_N2 = np.random.default_rng(seed).integers(0, 2**64, (count, 2), np.uint64)
+    moves_N4 = propose_many(instance.static, state, bits_N2)
+    return np.ascontiguousarray(moves_N4[moves_N4[:, 0] >= 0])
+
+
+# Costs of a layout
+
+
+@given(instances(), st.data())
+def test_costs_equal_the_oracle_bit_for_bit(instance: Instance, data: st.DataObject) -> None:
+    """J of every group in a state, and A and X of `measure`, are those of objective.py by ==."""
+    problem, static = instance.problem, instance.static
+    cell_S = instance.cell_S
+    attention_MG, expert_MG, load_MGLR = row_costs(
+        problem.window, problem.topology, problem.cost, instance.placement_LE,
+        problem.to_rows(cell_S),
+    )  # fmt: skip
+    state = problem.state(static, cell_S)
+    assert state.cost_B.tolist() == (attention_MG + expert_MG).ravel().tolist()
+    load_BLR = load_MGLR.reshape(-1, *load_MGLR.shape[2:])
+    assert np.array_equal(state.load_BRL, load_BLR.transpose(0, 2, 1))
+    measured = problem.measure(static, cell_S)
+    assert measured.attention_B.tolist() == attention_MG.ravel().tolist()
+    assert measured.expert_B.tolist() == expert_MG.ravel().tolist()
+
+
+@given(instances(), st.data())
+def test_any_layout_is_measured_as_the_oracle_does(
+    instance: Instance, data: st.DataObject
+) -> None:
+    """`measure` needs no layout within the cap, and its score is the oracle's by ==."""
+    from routepack.objective import score
+
+    problem = instance.problem
+    cell_S = data.draw(layouts(problem.window.samples, problem.cells))
+    expected = score(
+        problem.window, problem.topology, problem.cost, instance.placement_LE,
+        problem.to_rows(cell_S),
+    )  # fmt: skip
+    assert problem.measure(instance.static, cell_S).score == expected
+
+
+@given(instances())
+def test_bins_and_rows_are_inverse(instance: Instance) -> None:
+    """Cells of a layout as bins, row by row and DP rank by DP rank, give the layout back."""
+    bins = [cell for row in instance.problem.to_rows(instance.cell_S) for cell in row]
+    assert instance.problem.from_bins(bins).tolist() == instance.cell_S.tolist()
+
+
+# Sweeps
+
+
+@given(instances(), SEEDS, WEIGHTS, SPREADS, st.sampled_from([0.0001, 0.05, 10.0]))
+def test_every_accepted_move_keeps_the_state_exact(
+    instance: Instance, seed: int, total_weight: float, spread: float, heat: float
+) -> None:
+    """In debug mode every integer and every cost equals a recompute after each accepted move; the
+    layout stays within the cap without empty cells, and the best one has the energy on record."""
+    chain = chain_of(instance, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(population, "DEBUG", True)
+        energy = max(chain.energy, 1e-9)
+        chain.sweep(heat * energy, total_weight, spread / energy, 60)
+    problem, static = instance.problem, instance.static
+    assert problem.fits(chain.state.cell_S[:-1])
+    assert problem.fits(chain.best_S)
+    assert problem.measure(static, chain.best_S).energy == pytest.approx(chain.best, rel=1e-12)
+
+
+def test_debug_mode_recomputes_after_accepted_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check runs once for every accepted move; a hundred of 400 proposals are accepted."""
+    checked: list[Chain] = []
+    monkeypatch.setattr(population, "DEBUG", True)
+    monkeypatch.setattr(Problem, "assert_exact", lambda *args: checked.append(args[0]))
+    chain = chain_of(fixed_instance(), 1)
+    chain.sweep(1e6, TOTAL_WEIGHT, 0.0, 400)
+    assert len(checked) == chain.results[ACCEPTED] > 100
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["count_c", "tokens_c", "tokens2_Tc", "load_BRL", "busiest_B", "argmax_BL", "peak_BS",
+     "work_Tc", "work_BT", "top_BTk", "cost_B", "shard_G", "position_S"],
+)  # fmt: skip
+def test_the_debug_check_notices_any_wrong_number(name: str) -> None:
+    """A state with a single number changed fails the check, whichever array it is in."""
+    instance = fixed_instance()
+    state = instance.problem.state(instance.static, instance.cell_S)
+    instance.problem.assert_exact(instance.static, state)
+    changed = getattr(state, name)
+    changed.flat[0] = (changed.flat[0] + 1) % 4 if name == "argmax_BL" else changed.flat[0] + 1
+    with pytest.raises(AssertionError):
+        instance.problem.assert_exact(instance.static, state)
+
+
+@given(instances(), SEEDS, SPREADS, st.integers(1, 59))
+def test_a_sweep_may_be_cut_anywhere(
+    instance: Instance, seed: int, spread: float, first: int
+) -> None:
+    """60 proposals at once, or some and then the rest, lead to the same layout and record: draws
+    depend on key and counter only."""
+    whole, cut = chain_of(instance, seed), chain_of(instance, seed)
+    temperature = 0.02 * whole.energy
+    whole.sweep(temperature, TOTAL_WEIGHT, spread, 60)
+    cut.sweep(temperature, TOTAL_WEIGHT, spread, first)
+    cut.sweep(temperature, TOTAL_WEIGHT, spread, 60 - first)
+    assert whole.results.tolist() == cut.results.tolist()
+    assert whole.counter == cut.counter
+    assert whole.state.cell_S.tolist() == cut.state.cell_S.tolist()
+    assert whole.best_S.tolist() == cut.best_S.tolist()
+
+
+def test_cold_sweeps_descend() -> None:
+    """At a temperature of almost 0 the energy never rises from sweep to sweep, and it does fall."""
+    chain = chain_of(fixed_instance(), 2)
+    energies = [chain.energy]
+    for _ in range(20):
+        chain.sweep(1e-300, TOTAL_WEIGHT, 0.0, 50)
+        energies.append(chain.energy)
+    assert all(after <= before * (1 + 1e-12) for before, after in zip(energies, energies[1:]))  # noqa: B905
+    assert energies[-1] < 0.97 * energies[0]
+
+
+# Moves
+
+
+@given(instances(), SEEDS)
+def test_proposals_are_legal(instance: Instance, seed: int) -> None:
+    """A proposal names two cells and a sample of each (or the null sample), and what it would make
+    stays within the cap and leaves no cell empty."""
+    problem, static = instance.problem, instance.static
+    state = problem.state(static, instance.cell_S)
+    null = problem.window.samples
+    for x, y, i, j in sample_moves(instance, state, seed).tolist():
+        assert x != y
+        assert instance.cell_S[i] == x
+        assert j == null or instance.cell_S[j] == y
+        moved_S = instance.cell_S.copy()
+        moved_S[i] = y
+        if j != null:
+            moved_S[j] = x
+        assert problem.fits(moved_S)
+
+
+def test_every_pair_of_cells_is_proposed() -> None:
+    """With a loose cap, both swaps and relocations between all ordered pairs of cells come up, and
+    a tenth of the proposals relocates."""
+    instance = fixed_instance()
+    state = instance.problem.state(instance.static, instance.cell_S)
+    moves_N4 = sample_moves(instance, state, 0, 20_000)
+    relocates_N = moves_N4[:, 3] == instance.window.samples
+    pairs = {(x, y, bool(r)) for (x, y, _, _), r in zip(moves_N4.tolist(), relocates_N, strict=True)}
+    assert len(pairs) == 8 * 7 * 2
+    assert relocates_N.mean() == pytest.approx(0.1, abs=0.02)
+
+
+@given(instances(), SEEDS, WEIGHTS)
+def test_early_exit_changes_no_decision(
+    instance: Instance, seed: int, total_weight: float
+) -> None:
+    """With early exit a move passes its limit exactly where the full energy does, an accepted move
+    has exactly that energy, and the lower bound never exceeds it. Limits are other moves' energies,
+    so that ties are among them."""
+    static = instance.static
+    state = instance.problem.state(static, instance.cell_S)
+    moves_N4 = sample_moves(instance, state, seed)
+    if not len(moves_N4):
+        return
+    unlimited_N = np.full(len(moves_N4), -np.inf)
+    energy_N, full_N = evaluate_many(
+        static, state, moves_N4, total_weight, unlimited_N, early=False
+    )
+    group_N2 = moves_N4[:, :2] // static.width
+    assert full_N.tolist() == (group_N2[:, 0] != group_N2[:, 1]).tolist()
+    rng = np.random.default_rng(seed)
+    for limit_N in (energy_N, rng.permutation(energy_N), np.sort(energy_N) * 0.99):
+        early_N, _ = evaluate_many(static, state, moves_N4, total_weight, limit_N, early=True)
+        assert (early_N <= energy_N).all()
+        assert ((early_N > limit_N) == (energy_N > limit_N)).all()
+        accepted_N = energy_N <= limit_N
+        assert (early_N[accepted_N] == energy_N[accepted_N]).all()
+
+
+def test_early_exit_saves_evaluations() -> None:
+    """Moves between groups have their loads evaluated in full at a limit that all meet, none at one
+    that none meets, and some at the current energy."""
+    instance = fixed_instance()
+    state = instance.problem.state(instance.static, instance.cell_S)
+    moves_N4 = sample_moves(instance, state, 5, 2000)
+    group_N2 = moves_N4[:, :2] // instance.static.width
+    moves_N4 = np.ascontiguousarray(moves_N4[group_N2[:, 0] != group_N2[:, 1]])
+    now = instance.problem.measure(instance.static, instance.cell_S).energy
+    shares = []
+    for limit in (0.0, now, np.inf):
+        limit_N = np.full(len(moves_N4), limit)
+        _, full_N = evaluate_many(
+            instance.static, state, moves_N4, TOTAL_WEIGHT, limit_N, early=True
+        )
+        shares.append(float(full_N.mean()))
+    assert len(moves_N4) > 1000
+    assert (shares[0], shares[2]) == (0.0, 1.0)
+    assert 0.1 < shares[1] < 0.9
+
+
+@given(instances(), SEEDS, WEIGHTS)
+def test_applied_moves_have_the_predicted_energy(
+    instance: Instance, seed: int, total_weight: float
+) -> None:
+    """Move after move, `evaluate` tells the energy of the state that `apply` makes, up to the
+    rounding of a sum; the state stays exact."""
+    problem, static = instance.problem, instance.static
+    state = problem.state(static, instance.cell_S)
+    for step in range(8):
+        moves_N4 = sample_moves(instance, state, seed + step, 8)
+        if not len(moves_N4):
+            continue
+        limit_N = np.full(1, np.inf)
+        energy_N, _ = evaluate_many(
+            static, state, moves_N4[:1].copy(), total_weight, limit_N, early=True
+        )
+        before = state.cost_B.sum()
+        after = apply_one(static, state, tuple(moves_N4[0].tolist()), total_weight)
+        assert after == pytest.approx(energy_N[0], rel=1e-12, abs=1e-14 * before)
+        problem.assert_exact(static, state)
+
+
+# Loads in 64 bits
+
+
+@pytest.mark.parametrize("method", ["routepack", "expert-only"])
+def test_loads_of_64_bits_give_the_same_plan(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels that take over at 2**31 routed tokens lead to the same bytes."""
+    instance = fixed_instance()
+
+    def made() -> bytes:
+        return plan(
+            instance.window, instance.topology, token_cap=instance.token_cap, method=method,
+            budget=Budget(evaluations=20_000), threads=1,
+        ).to_bytes()  # fmt: skip
+
+    loads: list[Any] = []
+    narrow = made()
+    monkeypatch.setattr(Problem, "load", property(lambda p: loads.append(p) or np.dtype("i8")))
+    assert made() == narrow
+    assert loads
+
+
+def test_loads_beyond_31_bits_are_held_in_64() -> None:
+    """top-2 of 2**30 tokens may put 2**31 assignments on one rank, one more than 32 bits hold."""
+    for tokens, load in ((2**30 - 1, "i4"), (2**30, "i8")):
+        window = random_window(np.random.default_rng(0), [1, 1], 1, 2, 2)
+        object.__setattr__(window, "lengths_S", np.array([tokens - 1, 1]))
+        topology = Topology.of(dp=1, ep=1)
+        cost = CostModel((AttentionStage("a", 1.0, 1.0),)).resolve(window, topology, 8)
+        assert Problem(window, topology, cost, 2**31, 1).load == load
+
+
+# Random numbers
+
+
+def splitmix64(state: int) -> int:
+    """The output function of SplitMix64 in Python's integers (Steele, Lea, Flood 2014)."""
+    mask = 2**64 - 1
+    z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+    return z ^ z >> 31
+
+
+KNOWN = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # of seed 0, as published
+
+
+def test_draws_are_splitmix64() -> None:
+    """The first draws of key 0 are those that the reference implementation is known for."""
+    assert draw_many(0, 0, 3).tolist() == KNOWN
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**63))
+def test_draws_depend_on_key_and_counter_only(key: int, counter: int) -> None:
+    """Draw n of a key is SplitMix64 seeded with the key at its n-th step, from any start."""
+    expected = [
+        splitmix64((key + (counter + n + 1) * 0x9E3779B97F4A7C15) % 2**64) for n in range(4)
+    ]
+    assert draw_many(key, counter, 4).tolist() == expected
+    assert draw_many(key, counter + 2, 2).tolist() == expected[2:]
+
+
+def test_every_path_has_a_key_of_its_own() -> None:
+    """Seeds, stages, rounds and chains, and the order among them, give different streams."""
+    paths = [(seed, *path) for seed in range(8) for path in
+             [(), *((a,) for a in range(8)), *((a, b) for a in range(8) for b in range(8)),
+              *((a, b, 0) for a in range(8) for b in range(8))]]  # fmt: skip
+    keys = {int(stream_key(*path)) for path in paths}
+    assert len(keys) == len(paths) == 8 * (1 + 8 + 64 + 64)
+
+
+def test_streams_of_neighbouring_chains_do_not_overlap() -> None:
+    """No draw of a thousand occurs in another of 16 chains."""
+    draws = [draw_many(int(stream_key(0, 1, k)), 0, 1000) for k in range(16)]
+    assert len(np.unique(np.concatenate(draws))) == 16_000
+
+
+@given(
+    st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20),
+    st.one_of(st.integers(1, 100), st.integers(1, 2**31 - 1)),
+)
+def test_numbers_below_n(words: list[int], n: int) -> None:
+    """`high` and `low` are the upper and lower half of a word scaled to 0..n-1, exactly; `unit` is
+    in (0, 1], so that its logarithm is finite."""
+    bits_N = np.array([*words, 0, 2**64 - 1, 2**32 - 1, 2**32], np.uint64)
+    high_N, low_N, unit_N = below_many(bits_N, n)
+    assert high_N.tolist() == [(w >> 32) * n >> 32 for w in bits_N.tolist()]
+    assert low_N.tolist() == [(w & 2**32 - 1) * n >> 32 for w in bits_N.tolist()]
+    assert all(0 <= k < n for k in [*high_N.tolist(), *low_N.tolist()])
+    assert unit_N.tolist() == [((w >> 11) + 1) / 2**53 for w in bits_N.tolist()]
+    assert unit_N.min() > 0
+    assert unit_N.max() <= 1
+
+
+def test_numbers_are_uniform() -> None:
+    """70,000 draws below 7: every count within 5 standard deviations (93) of 10,000, in both halves
+    of a word; the halves are uncorrelated, and the mean of `unit` is a half."""
+    high_N, low_N, unit_N = below_many(draw_many(int(stream_key(5)), 0, 70_000), 7)
+    for values_N in (high_N, low_N):
+        assert abs(np.bincount(values_N, minlength=7) - 10_000).max() < 5 * 93
+    together = np.bincount(7 * high_N + low_N, minlength=49)
+    assert abs(together - 70_000 / 49).max() < 5 * 38
+    assert unit_N.mean() == pytest.approx(0.5, abs=5 * 0.0011)
