@@ -1,12 +1,14 @@
 """Kernels that only tests need: parts that the package inlines, called one by one.
 
-Compiled without numba's disk cache: that notices no change in the files of the parts.
+A move is named by the two random words that it is proposed from, since what a proposal bundles lives
+in the state until the next. Compiled without numba's disk cache, which notices no change in the
+files of the parts.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit, types
@@ -15,26 +17,40 @@ from numpy.typing import NDArray
 from routepack.kernels import rng, sweep
 from routepack.kernels.layout import State, Static, state_type, static_type
 
+Words = NDArray[np.uint64]  # [N, 2]
 
-def _evaluate_many(  # type: ignore[no-untyped-def]
-    static, state, moves_N4, total_weight, limit_N, early, out_N, full_N
-):
-    for n in range(len(moves_N4)):
-        x, y, i, j = moves_N4[n, 0], moves_N4[n, 1], moves_N4[n, 2], moves_N4[n, 3]
-        out_N[n], full_N[n] = sweep.evaluate(
+
+class Moves(NamedTuple):
+    """What is told of each move; NaN where it is not legal (x < 0)."""
+
+    x_N: NDArray[np.int64]
+    y_N: NDArray[np.int64]
+    energy_N: NDArray[np.float64]
+    """By `evaluate`: the energy after the move, or a lower bound of it beyond the limit."""
+    full_N: NDArray[np.bool_]
+    """Whether its loads were evaluated in full."""
+    spread_N: NDArray[np.float64]
+    """By `spread_change`."""
+    applied_N: NDArray[np.float64]
+    """The energy of the state after the move, where it was carried out."""
+
+
+def _try_moves(  # type: ignore[no-untyped-def]
+    static, state, words_N2, total_weight, limit_N, early, carry_out,
+    cells_N2, energy_N, full_N, spread_N, applied_N,
+):  # fmt: skip
+    for n in range(len(words_N2)):
+        x, y, i, j = sweep.propose(static, state, words_N2[n, 0], words_N2[n, 1])
+        cells_N2[n, 0], cells_N2[n, 1] = x, y
+        if x < 0:
+            continue
+        spread_N[n] = sweep.spread_change(static, state, x, y, i, j)
+        energy_N[n], full_N[n] = sweep.evaluate(
             static, state, x, y, i, j, total_weight, limit_N[n], early
         )
-
-
-def _apply_one(static, state, x, y, i, j, total_weight, out_N):  # type: ignore[no-untyped-def]
-    sweep.apply(static, state, x, y, i, j)
-    out_N[0] = sweep.energy(state, total_weight)
-
-
-def _propose_many(static, state, bits_N2, moves_N4):  # type: ignore[no-untyped-def]
-    for n in range(len(bits_N2)):
-        x, y, i, j = sweep.propose(static, state, bits_N2[n, 0], bits_N2[n, 1])
-        moves_N4[n, 0], moves_N4[n, 1], moves_N4[n, 2], moves_N4[n, 3] = x, y, i, j
+        if carry_out:
+            sweep.apply(static, state, x, y, i, j)
+            applied_N[n] = sweep.energy(state, total_weight)
 
 
 def _draw_many(key, first, bits_N):  # type: ignore[no-untyped-def]
@@ -53,46 +69,45 @@ def _kernel(name: str) -> Any:
     """Compiled at its first use, which takes some seconds."""
     i64, f64, u64 = types.int64, types.float64, types.uint64
     frame = (static_type(types.int32), state_type(types.int32))
-    flags = types.boolean[::1]
+    flag = types.boolean
+    out = (i64[:, ::1], f64[::1], flag[::1], f64[::1], f64[::1])
     function, arguments = {
-        "evaluate": (
-            _evaluate_many, (*frame, i64[:, ::1], f64, f64[::1], types.boolean, f64[::1], flags)
-        ),
-        "apply": (_apply_one, (*frame, i64, i64, i64, i64, f64, f64[::1])),
-        "propose": (_propose_many, (*frame, u64[:, ::1], i64[:, ::1])),
+        "try": (_try_moves, (*frame, u64[:, ::1], f64, f64[::1], flag, flag, *out)),
         "draw": (_draw_many, (u64, u64, u64[::1])),
         "below": (_below_many, (u64[::1], i64, i64[::1], i64[::1], f64[::1])),
-    }[name]  # fmt: skip
+    }[name]
     return njit([types.void(*arguments)], error_model="numpy", _nrt=False)(function)
 
 
-def evaluate_many(
-    static: Static,
-    state: State,
-    moves_N4: NDArray[np.int64],
-    total_weight: float,
-    limit_N: NDArray[np.float64],
-    *,
-    early: bool,
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Energy after each move (cells x, y; samples i, j), and whether its loads were evaluated."""
-    energy_N, full_N = np.empty(len(moves_N4)), np.empty(len(moves_N4), np.bool_)
-    _kernel("evaluate")(static, state, moves_N4, total_weight, limit_N, early, energy_N, full_N)
-    return energy_N, full_N
+def random_words(seed: int, count: int) -> Words:
+    """The words of `count` moves."""
+    return np.random.default_rng(seed).integers(0, 2**64, (count, 2), np.uint64)
 
 
-def apply_one(static: Static, state: State, move: tuple[int, ...], total_weight: float) -> float:
-    """Carry out one move; the energy of the state that it leads to."""
-    energy_N = np.empty(1)
-    _kernel("apply")(static, state, *move, total_weight, energy_N)
-    return float(energy_N[0])
+def _tried(
+    static: Static, state: State, words_N2: Words, total_weight: float, limit_N: Any, *flags: bool
+) -> Moves:
+    count = len(words_N2)
+    cells_N2, full_N = np.empty((count, 2), np.int64), np.zeros(count, np.bool_)
+    energy_N, spread_N, applied_N = np.full((3, count), np.nan)
+    limit_N = np.broadcast_to(limit_N, (count,)).astype(float)
+    _kernel("try")(
+        static, state, words_N2, total_weight, limit_N, *flags,
+        cells_N2, energy_N, full_N, spread_N, applied_N,
+    )  # fmt: skip
+    return Moves(cells_N2[:, 0], cells_N2[:, 1], energy_N, full_N, spread_N, applied_N)
 
 
-def propose_many(static: Static, state: State, bits_N2: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """The proposals [N, 4] that these random words lead to, x = -1 where it is no legal move."""
-    moves_N4 = np.empty((len(bits_N2), 4), np.int64)
-    _kernel("propose")(static, state, bits_N2, moves_N4)
-    return moves_N4
+def evaluate_moves(
+    static: Static, state: State, words_N2: Words, total_weight: float, limit_N: Any, *, early: bool
+) -> Moves:
+    """Propose and evaluate every move on its own, from the same state."""
+    return _tried(static, state, words_N2, total_weight, limit_N, early, False)
+
+
+def apply_move(static: Static, state: State, words_2: Words, total_weight: float) -> Moves:
+    """Propose one move, evaluate it, and carry it out if it is legal."""
+    return _tried(static, state, words_2[None], total_weight, np.inf, True, True)
 
 
 def draw_many(key: int, first: int, count: int) -> NDArray[np.uint64]:

@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_helpers import (
-    apply_one,
-    below_many,
-    draw_many,
-    evaluate_many,
-    propose_many,
-)
+from kernel_helpers import apply_move, below_many, draw_many, evaluate_moves, random_words
 from numpy.typing import NDArray
 from strategies import SEEDS, Instance, instances, layouts, random_window
 
@@ -51,13 +45,6 @@ def chain_of(instance: Instance, seed: int) -> Chain:
     results[[ENERGY, BEST]] = problem.measure(static, cell_S).energy
     key = stream_key(seed)
     return Chain(problem, static, problem.state(static, cell_S), key, cell_S.copy(), results)
-
-
-def sample_moves(instance: Instance, state: State, seed: int, count: int = 64) -> NDArray[np.int64]:
-    """Legal moves [N, 4] of the state: those among `count` random proposals."""
-    bits_N2 = np.random.default_rng(seed).integers(0, 2**64, (count, 2), np.uint64)
-    moves_N4 = propose_many(instance.static, state, bits_N2)
-    return np.ascontiguousarray(moves_N4[moves_N4[:, 0] >= 0])
 
 
 # Costs of a layout
@@ -182,33 +169,40 @@ def test_cold_sweeps_descend() -> None:
 
 
 @given(instances(), SEEDS)
-def test_proposals_are_legal(instance: Instance, seed: int) -> None:
-    """A proposal names two cells and a sample of each (or the null sample), and what it would make
-    stays within the cap and leaves no cell empty."""
+def test_moves_are_legal(instance: Instance, seed: int) -> None:
+    """Every proposed move, carried out from the same layout, changes something, stays within the
+    cap, leaves no cell empty, and leaves all other cells as they were."""
     problem, static = instance.problem, instance.static
-    state = problem.state(static, instance.cell_S)
-    null = problem.window.samples
-    for x, y, i, j in sample_moves(instance, state, seed).tolist():
-        assert x != y
-        assert instance.cell_S[i] == x
-        assert j == null or instance.cell_S[j] == y
-        moved_S = instance.cell_S.copy()
-        moved_S[i] = y
-        if j != null:
-            moved_S[j] = x
-        assert problem.fits(moved_S)
+    for words_2 in random_words(seed, 24):
+        state = problem.state(static, instance.cell_S)
+        move = apply_move(static, state, words_2, TOTAL_WEIGHT)
+        after_S = state.cell_S[:-1]
+        moved_S = after_S != instance.cell_S
+        if move.x_N[0] < 0:
+            assert not moved_S.any()
+            continue
+        assert problem.fits(after_S)
+        assert moved_S.any()
+        cells = {*instance.cell_S[moved_S], *after_S[moved_S]}
+        assert cells == {move.x_N[0], move.y_N[0]}
 
 
-def test_every_pair_of_cells_is_proposed() -> None:
-    """With a loose cap, both swaps and relocations between all ordered pairs of cells come up, and
-    a tenth of the proposals relocates."""
+def test_every_kind_of_move_comes_up() -> None:
+    """With a loose cap, every ordered pair of cells comes up for one sample moved, two exchanged,
+    and two exchanged for one; whole cells (of three samples) only between groups."""
     instance = fixed_instance()
-    state = instance.problem.state(instance.static, instance.cell_S)
-    moves_N4 = sample_moves(instance, state, 0, 20_000)
-    relocates_N = moves_N4[:, 3] == instance.window.samples
-    pairs = {(x, y, bool(r)) for (x, y, _, _), r in zip(moves_N4.tolist(), relocates_N, strict=True)}
-    assert len(pairs) == 8 * 7 * 2
-    assert relocates_N.mean() == pytest.approx(0.1, abs=0.02)
+    static = instance.static
+    kinds: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for words_2 in random_words(0, 6000):
+        state = instance.problem.state(static, instance.cell_S)
+        move = apply_move(static, state, words_2, TOTAL_WEIGHT)
+        x, y = int(move.x_N[0]), int(move.y_N[0])
+        moved_S = state.cell_S[:-1] != instance.cell_S
+        out, into = (int((moved_S & (instance.cell_S == c)).sum()) for c in (x, y))
+        kinds.setdefault((out, into), set()).add((x, y))
+    pairs = {(x, y) for x in range(8) for y in range(8) if x != y}
+    assert kinds[1, 0] == kinds[1, 1] == kinds[2, 1] == pairs
+    assert kinds[3, 3] == {(x, y) for x, y in pairs if x // static.width != y // static.width}
 
 
 @given(instances(), SEEDS, WEIGHTS)
@@ -220,65 +214,64 @@ def test_early_exit_changes_no_decision(
     so that ties are among them."""
     static = instance.static
     state = instance.problem.state(static, instance.cell_S)
-    moves_N4 = sample_moves(instance, state, seed)
-    if not len(moves_N4):
+    words_N2 = random_words(seed, 64)
+    full = evaluate_moves(static, state, words_N2, total_weight, -np.inf, early=False)
+    legal_N = full.x_N >= 0
+    between_N = legal_N & (full.x_N // static.width != full.y_N // static.width)
+    assert full.full_N.tolist() == between_N.tolist()
+    if not legal_N.any():
         return
-    unlimited_N = np.full(len(moves_N4), -np.inf)
-    energy_N, full_N = evaluate_many(
-        static, state, moves_N4, total_weight, unlimited_N, early=False
-    )
-    group_N2 = moves_N4[:, :2] // static.width
-    assert full_N.tolist() == (group_N2[:, 0] != group_N2[:, 1]).tolist()
     rng = np.random.default_rng(seed)
-    for limit_N in (energy_N, rng.permutation(energy_N), np.sort(energy_N) * 0.99):
-        early_N, _ = evaluate_many(static, state, moves_N4, total_weight, limit_N, early=True)
-        assert (early_N <= energy_N).all()
-        assert ((early_N > limit_N) == (energy_N > limit_N)).all()
-        accepted_N = energy_N <= limit_N
-        assert (early_N[accepted_N] == energy_N[accepted_N]).all()
+    others_N = rng.choice(full.energy_N[legal_N], 64)
+    for limit_N in (np.where(legal_N, full.energy_N, 0.0), others_N, np.sort(others_N) * 0.99):
+        early = evaluate_moves(static, state, words_N2, total_weight, limit_N, early=True)
+        assert (early.energy_N <= full.energy_N)[legal_N].all()
+        assert ((early.energy_N > limit_N) == (full.energy_N > limit_N)).all()
+        accepted_N = full.energy_N <= limit_N
+        assert (early.energy_N[accepted_N] == full.energy_N[accepted_N]).all()
+    instance.problem.assert_exact(static, state)  # evaluation leaves the state as it was
 
 
 def test_early_exit_saves_evaluations() -> None:
     """Moves between groups have their loads evaluated in full at a limit that all meet, none at one
     that none meets, and some at the current energy."""
     instance = fixed_instance()
-    state = instance.problem.state(instance.static, instance.cell_S)
-    moves_N4 = sample_moves(instance, state, 5, 2000)
-    group_N2 = moves_N4[:, :2] // instance.static.width
-    moves_N4 = np.ascontiguousarray(moves_N4[group_N2[:, 0] != group_N2[:, 1]])
-    now = instance.problem.measure(instance.static, instance.cell_S).energy
+    static, words_N2 = instance.static, random_words(5, 2000)
+    state = instance.problem.state(static, instance.cell_S)
+    now = instance.problem.measure(static, instance.cell_S).energy
     shares = []
     for limit in (0.0, now, np.inf):
-        limit_N = np.full(len(moves_N4), limit)
-        _, full_N = evaluate_many(
-            instance.static, state, moves_N4, TOTAL_WEIGHT, limit_N, early=True
-        )
-        shares.append(float(full_N.mean()))
-    assert len(moves_N4) > 1000
+        moves = evaluate_moves(static, state, words_N2, TOTAL_WEIGHT, limit, early=True)
+        legal_N = moves.x_N >= 0
+        between_N = legal_N & (moves.x_N // static.width != moves.y_N // static.width)
+        assert between_N.sum() > 1000
+        shares.append(float(moves.full_N[between_N].mean()))
     assert (shares[0], shares[2]) == (0.0, 1.0)
     assert 0.1 < shares[1] < 0.9
 
 
+def spread(instance: Instance, state: State) -> float:
+    """Squared deviation of cells from the mean cell of their group, over stages and groups."""
+    work_TBw = state.work_Tc.reshape(len(state.work_Tc), -1, instance.static.width)
+    return float(((work_TBw - work_TBw.mean(axis=2, keepdims=True)) ** 2).sum())
+
+
 @given(instances(), SEEDS, WEIGHTS)
-def test_applied_moves_have_the_predicted_energy(
-    instance: Instance, seed: int, total_weight: float
-) -> None:
-    """Move after move, `evaluate` tells the energy of the state that `apply` makes, up to the
-    rounding of a sum; the state stays exact."""
+def test_moves_do_what_was_told(instance: Instance, seed: int, total_weight: float) -> None:
+    """Move after move, the energy and the change of the spread that are told before are those of the
+    state that follows, up to the rounding of a sum; the state stays exact."""
     problem, static = instance.problem, instance.static
     state = problem.state(static, instance.cell_S)
-    for step in range(8):
-        moves_N4 = sample_moves(instance, state, seed + step, 8)
-        if not len(moves_N4):
-            continue
-        limit_N = np.full(1, np.inf)
-        energy_N, _ = evaluate_many(
-            static, state, moves_N4[:1].copy(), total_weight, limit_N, early=True
-        )
-        before = state.cost_B.sum()
-        after = apply_one(static, state, tuple(moves_N4[0].tolist()), total_weight)
-        assert after == pytest.approx(energy_N[0], rel=1e-12, abs=1e-14 * before)
-        problem.assert_exact(static, state)
+    for words_2 in random_words(seed, 12):
+        cost, before = state.cost_B.sum(), spread(instance, state)
+        squares = np.square(state.work_Tc).sum()
+        move = apply_move(static, state, words_2, total_weight)
+        if move.x_N[0] >= 0:
+            told, found = move.energy_N[0], move.applied_N[0]
+            assert told == pytest.approx(found, rel=1e-12, abs=1e-14 * cost)
+            change = spread(instance, state) - before
+            assert move.spread_N[0] == pytest.approx(change, abs=1e-12 * (squares + before))
+            problem.assert_exact(static, state)
 
 
 # Loads in 64 bits

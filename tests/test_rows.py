@@ -229,7 +229,7 @@ class TestKernels:
 @pytest.mark.slow
 @pytest.mark.skipif(not SYNTH_TRACE.exists(), reason=f"no window generator at {SYNTH_TRACE}")
 def test_generated_windows_are_certified():
-    """At least 99 % of 200 windows shaped like real RL steps are closed (199 when this was written)."""
+    """At least 99 % of 200 windows shaped like real RL steps are closed (199 at first)."""
     spec = importlib.util.spec_from_file_location("synth_trace", SYNTH_TRACE)
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)

@@ -16,7 +16,6 @@ from routepack.errors import InputError
 from routepack.topology import Topology
 from routepack.window import Window
 
-
 LARGEST = 1e12  # of a coefficient: sums over any window stay finite
 
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from routepack.bounds import analytic_bound
+from routepack.bounds import best_bound
 from routepack.budget import Budget, Meter
 from routepack.cost import DEFAULT, Coefficients, CostModel
 from routepack.errors import InputError
@@ -74,7 +74,7 @@ def make_plan(
             "current_placement", current_placement, window.layers, window.experts
         )
     cost = cost_model.resolve(window, topology, token_cap)
-    bound = analytic_bound(window, topology, cost)
+    bound, bound_method = best_bound(window, topology, cost)
     clock.lap("setup")
 
     # 2. Rows first: a window that cannot be packed needs no placement.
@@ -131,7 +131,7 @@ def make_plan(
         method=method,
         placement=tuple(tuple(slots) for slots in placement_LE.tolist()),
         rows=problem.to_rows(cell_S),
-        certificate=_certificate(rows, problem.rows, score.slowest_shard, bound),
+        certificate=_certificate(rows, problem.rows, score.slowest_shard, bound, bound_method),
         score=score,
         search=spent,
     )
@@ -150,13 +150,15 @@ def objective_of(method: str, cost: Coefficients) -> Coefficients:
     return cost
 
 
-def _certificate(rows: Rows, used: int, slowest: float, bound: float) -> Certificate:
+def _certificate(
+    rows: Rows, used: int, slowest: float, bound: float, bound_method: str
+) -> Certificate:
     return Certificate(
         rows_lower_bound=rows.lower_bound,
         rows_certified=used == rows.lower_bound,
         rows_method=rows.method,
         cost_lower_bound=bound,
-        cost_bound_method="analytic",
+        cost_bound_method=bound_method,
         gap=slowest / bound - 1,
     )
 

@@ -109,7 +109,13 @@ class Problem:
         stages, cells = len(static.linear_T), self.cells
         groups = cells // static.width
         load = static.placed_SRL.dtype
+        bundles = ((0, 0), (0, 2))
         state = State(
+            length_S=np.append(static.length_S, [0, 0]),
+            tokens2_TS=np.pad(static.tokens2_TS, bundles),
+            bundle_kRL=np.zeros((2, ranks, layers), load),
+            bundle_kn=np.zeros((2, self.most_members), np.int32),
+            bundled_k=np.zeros(2, np.int64),
             cell_S=np.full(samples, -1, np.int32),
             position_S=np.zeros(samples, np.int32),
             members_ck=np.zeros((cells, self.most_members), np.int32),
@@ -119,7 +125,7 @@ class Problem:
             load_BRL=np.zeros((groups, ranks, layers), load),
             busiest_B=np.zeros(groups, np.int64),
             argmax_BL=np.zeros((groups, layers), np.int32),
-            peak_BS=np.zeros((groups, samples), load),
+            peak_BS=np.zeros((groups, samples + 2), load),
             work_Tc=np.zeros((stages, cells)),
             top_BTk=np.zeros((groups, stages, TOP)),
             top_cell_BTk=np.zeros((groups, stages, TOP), np.int32),
@@ -184,7 +190,7 @@ class Problem:
             at = (argmax_L, np.arange(layers))
             assert np.array_equal(state.load_BRL[b][at], state.load_BRL[b].max(axis=0))
             peak_S = static.placed_SRL[:, at[0], at[1]].sum(axis=1)
-            assert np.array_equal(state.peak_BS[b], peak_S)
+            assert np.array_equal(state.peak_BS[b, : samples + 1], peak_S)
         for s, c in enumerate(state.cell_S[:samples].tolist()):
             assert state.members_ck[c, state.position_S[s]] == s
 

@@ -141,6 +141,7 @@ def diverse(problem: Problem, static: Static, seeds: list[Seed], count: int) -> 
     chosen = [0]
     distance = np.abs(sketches - sketches[0]).sum(axis=1)
     while len(chosen) < count:
+        distance[chosen] = -1.0  # none twice, also where all others are equally good
         k = int(distance.argmax())
         chosen.append(k)
         distance = np.minimum(distance, np.abs(sketches - sketches[k]).sum(axis=1))

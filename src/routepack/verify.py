@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from routepack.bounds import analytic_bound
+from routepack.bounds import best_bound
 from routepack.errors import InputError
 from routepack.objective import score
 from routepack.plan import Plan, WindowKey, validate_placement
@@ -86,7 +86,7 @@ def _claims(
     """Score and certificate, recomputed; floats must agree to the last bit."""
     cost = plan.cost_model.resolve(window, topology, plan.token_cap)
     truth = score(window, topology, cost, placement_LE, plan.rows)
-    bound = analytic_bound(window, topology, cost)
+    bound, bound_method = best_bound(window, topology, cost)
     proven = minimal_rows(window.lengths_S, plan.token_cap, topology.dp, seed=plan.search.seed)
     certificate = plan.certificate
     claims = [
@@ -95,6 +95,7 @@ def _claims(
     ]
     claims += [
         ("certificate.cost_lower_bound", certificate.cost_lower_bound, bound),
+        ("certificate.cost_bound_method", certificate.cost_bound_method, bound_method),
         ("certificate.gap", certificate.gap, truth.slowest_shard / bound - 1),
         (
             "certificate.rows_certified",

@@ -14,6 +14,7 @@ from routepack.errors import InputError
 
 FORMAT = "routepack.window/1"
 MAX_TOKENS = 2**31 - 1  # lengths and counts are held in 32 bits
+_UNSET = cast(Any, None)  # a default that the checks replace
 HASH_SAMPLES = 16  # samples hashed at a time, so that hashing needs no second copy of the demand
 
 
@@ -35,7 +36,7 @@ class Window:
     lengths_S: NDArray[np.int64]
     demand_SLE: NDArray[Any]
     top_k: int
-    missing_S: NDArray[np.int32] = cast(Any, None)  # never None once built
+    missing_S: NDArray[np.int32] = _UNSET
     group_S: NDArray[np.int32] | None = None
     moe_layers: tuple[int, ...] = ()
     model: str = ""

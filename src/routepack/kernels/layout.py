@@ -2,7 +2,8 @@
 
 A *group* is a (row, shard): the cells whose tokens meet in one EP group, W = D/G of them. Cells are
 numbered so that cell // W is the group and group % G the shard. Sample S is the null sample: no
-tokens, no demand; moving it does nothing, so a relocation is a swap with it.
+tokens, no demand; moving it does nothing, so a relocation is a swap with it. Samples S+1 and S+2
+are bundles: several samples of a cell that move as one; they belong to the state.
 
 Loads are rank-major with layers innermost, so that the busiest rank of every layer is a vertical
 SIMD maximum. Suffixes: B groups, c cells, T attention stages, R EP ranks, L layers, S samples.
@@ -44,6 +45,11 @@ class Static(NamedTuple):
 class State(NamedTuple):
     """A layout. Integers are the truth; floats are functions of them, never accumulated."""
 
+    length_S: NDArray[np.int64]  # as in Static, and of the bundles
+    tokens2_TS: NDArray[np.int64]
+    bundle_kRL: NDArray[Any]  # routed tokens of the two bundles
+    bundle_kn: NDArray[np.int32]  # their samples
+    bundled_k: NDArray[np.int64]  # how many
     cell_S: NDArray[np.int32]
     position_S: NDArray[np.int32]  # of a sample among the members of its cell
     members_ck: NDArray[np.int32]
@@ -78,6 +84,7 @@ def state_type(load: Any) -> Any:
     """numba's type of State with loads in `load`."""
     i32, i64, f64 = types.int32, types.int64, types.float64
     fields = (
+        i64[::1], i64[:, ::1], load[:, :, ::1], i32[:, ::1], i64[::1],
         i32[::1], i32[::1], i32[:, ::1], i32[::1], i64[::1], i64[:, ::1], load[:, :, ::1],
         i64[::1], i32[:, ::1], load[:, ::1], f64[:, ::1], f64[:, :, ::1], i32[:, :, ::1],
         f64[:, ::1],
@@ -139,7 +146,7 @@ def refresh_experts(static, state, b):  # type: ignore[no-untyped-def]
             state.argmax_BL[b, layer] = new
             add_S = static.placed_LRS[layer, new]
             take_S = static.placed_LRS[layer, old]
-            for s in range(len(peak_S)):
+            for s in range(len(add_S)):
                 peak_S[s] += add_S[s] - take_S[s]
 
 
@@ -168,27 +175,42 @@ def refresh_shards(static, state):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def add(static, state, s, c, sign):  # type: ignore[no-untyped-def]
-    """Add sample s to cell c (sign 1) or take it out (sign -1), integers only."""
-    state.tokens_c[c] += sign * static.length_S[s]
+def put(static, state, s, c):  # type: ignore[no-untyped-def]
+    """Put sample s into cell c, integers only."""
+    state.tokens_c[c] += static.length_S[s]
     for t in range(len(static.linear_T)):
-        state.tokens2_Tc[t, c] += sign * static.tokens2_TS[t, s]
-    if sign > 0:
-        state.cell_S[s] = c
-        state.position_S[s] = state.count_c[c]
-        state.members_ck[c, state.count_c[c]] = s
-        state.count_c[c] += 1
-    else:
-        state.count_c[c] -= 1
-        last = state.members_ck[c, state.count_c[c]]
-        state.members_ck[c, state.position_S[s]] = last
-        state.position_S[last] = state.position_S[s]
+        state.tokens2_Tc[t, c] += static.tokens2_TS[t, s]
+    state.cell_S[s] = c
+    state.position_S[s] = state.count_c[c]
+    state.members_ck[c, state.count_c[c]] = s
+    state.count_c[c] += 1
+
+
+@inlined
+def take(static, state, s):  # type: ignore[no-untyped-def]
+    """Take sample s out of its cell, integers only."""
+    c = state.cell_S[s]
+    state.tokens_c[c] -= static.length_S[s]
+    for t in range(len(static.linear_T)):
+        state.tokens2_Tc[t, c] -= static.tokens2_TS[t, s]
+    state.count_c[c] -= 1
+    last = state.members_ck[c, state.count_c[c]]
+    state.members_ck[c, state.position_S[s]] = last
+    state.position_S[last] = state.position_S[s]
+
+
+@inlined
+def routed(static, state, s):  # type: ignore[no-untyped-def]
+    """Routed tokens [R, L] of a sample or bundle."""
+    null = len(static.length_S) - 1
+    return state.bundle_kRL[s - null - 1] if s > null else static.placed_SRL[s]
 
 
 @inlined
 def shift(static, state, b, out, into):  # type: ignore[no-untyped-def]
-    """Group b loses sample `out` and gains sample `into`: loads only."""
-    load_RL, out_RL, into_RL = state.load_BRL[b], static.placed_SRL[out], static.placed_SRL[into]
+    """Group b loses `out` and gains `into` (samples or bundles): loads only."""
+    load_RL = state.load_BRL[b]
+    out_RL, into_RL = routed(static, state, out), routed(static, state, into)
     ranks, layers = load_RL.shape
     for r in range(ranks):
         for layer in range(layers):
@@ -204,7 +226,7 @@ def _build(static: Static, state: State, cell_S: NDArray[np.int32]) -> None:
     state.count_c[:] = 0
     state.load_BRL[:] = 0
     for s in range(samples):
-        add(static, state, s, cell_S[s], 1)
+        put(static, state, s, cell_S[s])
         shift(static, state, cell_S[s] // static.width, samples, s)
     state.cell_S[samples] = -1
     state.argmax_BL[:] = 0

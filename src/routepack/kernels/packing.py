@@ -64,7 +64,7 @@ def best_fit(order_S: Int64, lengths_S: Int64, cap: int, max_bins: int) -> Int32
 
 @inlined
 def _has(words_W: UInt64, bit: int) -> bool:
-    return (words_W[bit >> 6] >> np.uint64(bit & 63)) & ONE == ONE
+    return bool((words_W[bit >> 6] >> np.uint64(bit & 63)) & ONE == ONE)
 
 
 @kernel()
@@ -258,18 +258,18 @@ def repack(
         a = full_B[high(which, full)] if low(which, 8) > 0 else high(which, bins)
         if count_B[a] == 0 or count_B[a] + 2 > width:
             continue
-        i = np.int64(filled.content_BN[a, high(first, count_B[a])])
+        i = int(filled.content_BN[a, high(first, count_B[a])])
         if low(first, 4) == 0:
             j = i + low(second, 8) - 1  # mostly shorter ones
             if j < 0 or j >= lengths_S.size or bin_of_S[j] == a:
                 continue
-            i2, j2, b = i, j, np.int64(bin_of_S[j])
+            i2, j2, b = i, j, int(bin_of_S[j])
             change = lengths_S[i] - lengths_S[j]
         else:
             b = low(second, bins)
             if b == a or count_B[b] + 2 > width:
                 continue
-            i2 = np.int64(filled.content_BN[a, high(second, count_B[a])])
+            i2 = int(filled.content_BN[a, high(second, count_B[a])])
             give = lengths_S[i] if i2 == i else lengths_S[i] + lengths_S[i2]
             change, j, j2 = _best_answer(give, a, b, chance, lengths_S, filled)
         before = max(over_B[a], 0) + max(over_B[b], 0)
@@ -323,21 +323,21 @@ def exact_pack(lengths_S: Int64, cap: int, bins: int, nodes: int) -> tuple[int, 
     room_D = np.empty(S + 1, np.int64)
     waste_D = np.empty(S + 1, np.int64)
     opens_D = np.empty(S + 1, np.bool_)
-    depth, opened, room = 0, 0, np.int64(0)
+    depth, opened, room = 0, 0, 0
     descend = True
     while True:
         opens = False
-        item = np.int64(S)  # none
+        item = S  # none
         if descend:
             if depth == S:
                 return 1, bin_of_S
             if lengths_S[prev_S[S]] > room:  # the bin is complete (or none is open)
-                fits = opened < bins and room <= waste
+                fits = opened < bins and bool(room <= waste)
                 d = depth - 1
                 while fits and d >= 0 and not opens_D[d]:
                     longer = prev_S[item_D[d]]
                     grow = lengths_S[longer] - lengths_S[item_D[d]] if longer < S else 0
-                    fits = not 0 < grow <= room
+                    fits = not bool(0 < grow <= room)
                     d -= 1
                 if fits:
                     opens = True
@@ -373,7 +373,7 @@ def exact_pack(lengths_S: Int64, cap: int, bins: int, nodes: int) -> tuple[int, 
             if opens:
                 opened += 1
                 waste -= room
-                room = np.int64(cap)
+                room = cap
             room -= lengths_S[item]
             bin_of_S[item] = opened - 1
             next_S[prev_S[item]] = next_S[item]

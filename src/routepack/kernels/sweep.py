@@ -1,4 +1,4 @@
-"""One sweep of annealing: swap and relocate moves at a fixed temperature (design section 3.4).
+"""One sweep of annealing at a fixed temperature (design section 3.4; moves of section 6.1).
 
 Each move is proposed, evaluated and applied. The acceptance threshold is drawn first, and
 evaluation stops as soon as a lower bound passes it; the result is that of a full evaluation: the
@@ -19,21 +19,26 @@ from routepack.kernels.layout import (
     WORST_ROW_WEIGHT,
     State,
     Static,
-    add,
     of_static,
+    put,
     refresh_attention,
     refresh_cell,
     refresh_cost,
     refresh_experts,
     refresh_shards,
+    routed,
     shift,
     state_type,
     static_type,
+    take,
 )
 from routepack.kernels.rng import draw, high, low, unit
 
-RELOCATE = 0.1  # share of proposals that move one sample; the others swap two
-NEAR = 0.6  # share of swaps with a partner of similar length: those keep within a tight cap
+# Shares of proposals.
+RELOCATE = 0.1  # move one sample
+EXCHANGE = 0.02  # exchange two cells whole
+PAIR = 0.15  # exchange two samples of a cell for one about as long as both
+UNIFORM = 0.35  # swap with any sample; the rest with one of similar length, within a tight cap
 HEAVIEST = 0.3  # share of proposals that start in the heaviest cell of a group
 
 # Where a sweep leaves its results.
@@ -77,8 +82,8 @@ def energy_after(state, total_weight, x, cost_x, y, cost_y, exact):  # type: ign
 @inlined
 def cell_work(static, state, t, c, out, into):  # type: ignore[no-untyped-def]
     """Attention work of cell c at stage t without sample `out` and with sample `into`."""
-    tokens = state.tokens_c[c] - static.length_S[out] + static.length_S[into]
-    tokens2 = state.tokens2_Tc[t, c] - static.tokens2_TS[t, out] + static.tokens2_TS[t, into]
+    tokens = state.tokens_c[c] - state.length_S[out] + state.length_S[into]
+    tokens2 = state.tokens2_Tc[t, c] - state.tokens2_TS[t, out] + state.tokens2_TS[t, into]
     return static.linear_T[t] * tokens + static.quadratic_T[t] * tokens2
 
 
@@ -103,8 +108,8 @@ def attention_after(static, state, b, x, out, into, y):  # type: ignore[no-untyp
 @inlined
 def busiest_after(static, state, b, out, into):  # type: ignore[no-untyped-def]
     """Sum over layers of the busiest rank of group b without sample `out` and with `into`."""
-    load_RL, out_RL, into_RL = state.load_BRL[b], static.placed_SRL[out], static.placed_SRL[into]
-    peak_L = state.peak_L
+    load_RL, peak_L = state.load_BRL[b], state.peak_L
+    out_RL, into_RL = routed(static, state, out), routed(static, state, into)
     ranks, layers = load_RL.shape
     number = peak_L.dtype.type  # int32 stays int32: numba widens the arithmetic otherwise
     for layer in range(layers):
@@ -136,29 +141,105 @@ def pick(static, state, bits):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def propose(static, state, first, second):  # type: ignore[no-untyped-def]
-    """Cells x, y and samples i (in x) and j (in y, or the null sample); x < 0: no legal move."""
+def similar(static, length, bits):  # type: ignore[no-untyped-def]
+    """A sample whose rank by length is near that of `length`."""
     samples = len(static.length_S) - 1
+    first, last = 0, samples - 1
+    while first < last:  # the first of by_length_S (falling) that is no longer than `length`
+        middle = (first + last) // 2
+        if static.length_S[static.by_length_S[middle]] > length:
+            first = middle + 1
+        else:
+            last = middle
+    reach = max(4, samples // 16)
+    k = first + low(bits, 2 * reach + 1) - reach
+    return np.int64(static.by_length_S[min(max(k, 0), samples - 1)])
+
+
+@inlined
+def bundle(static, state, k, c, s, size, bits):  # type: ignore[no-untyped-def]
+    """Make bundle k of sample s and others of its cell c, `size` in all; returns its index."""
+    null = len(static.length_S) - 1
+    index = null + 1 + k
+    state.length_S[index] = 0
+    for t in range(len(static.linear_T)):
+        state.tokens2_TS[t, index] = 0
+    count = state.count_c[c]
+    first = state.position_S[s]
+    stride = 1 + high(bits, count - 1) if size < count else 1  # neighbours in no fixed order
+    for n in range(size):
+        member = state.members_ck[c, (first + n * stride) % count]
+        state.bundle_kn[k, n] = member
+        state.length_S[index] += static.length_S[member]
+        for t in range(len(static.linear_T)):
+            state.tokens2_TS[t, index] += static.tokens2_TS[t, member]
+    state.bundled_k[k] = size
+    return index
+
+
+@inlined
+def sum_peaks(static, state, k, b):  # type: ignore[no-untyped-def]
+    """Demand of bundle k on the busiest ranks of group b."""
+    index = len(static.length_S) + k
+    state.peak_BS[b, index] = 0
+    for n in range(state.bundled_k[k]):
+        state.peak_BS[b, index] += state.peak_BS[b, state.bundle_kn[k, n]]
+
+
+@inlined
+def fill_bundle(static, state, k):  # type: ignore[no-untyped-def]
+    """Routed tokens of bundle k; left out until a bound has not rejected the move."""
+    total_RL = state.bundle_kRL[k]
+    ranks, layers = total_RL.shape
+    total_RL[:] = 0
+    for n in range(state.bundled_k[k]):
+        routed_RL = static.placed_SRL[state.bundle_kn[k, n]]
+        for r in range(ranks):
+            for layer in range(layers):
+                total_RL[r, layer] += routed_RL[r, layer]
+
+
+@inlined
+def propose(static, state, first, second):  # type: ignore[no-untyped-def]
+    """Cells x, y and what they exchange: i of x and j of y; x < 0: no legal move.
+
+    i and j are samples, the null sample (a relocation) or bundles (two for one, or whole cells).
+    """
+    samples = len(static.length_S) - 1
+    cells = len(state.count_c)
     kind = unit(second)
     i = pick(static, state, first)
     x = np.int64(state.cell_S[i])
     if kind < RELOCATE:
         j = np.int64(samples)
-        y = low(first, len(state.count_c))
-        legal = state.count_c[x] > 1 and state.tokens_c[y] + static.length_S[i] <= static.cap
+        y = low(first, cells)
+        legal = state.count_c[x] > 1
+    elif kind < RELOCATE + EXCHANGE:
+        y = low(first, cells)
+        legal = x // static.width != y // static.width
+        if legal:
+            i = np.int64(bundle(static, state, 0, x, i, np.int64(state.count_c[x]), second))
+            j = np.int64(state.members_ck[y, 0])
+            j = np.int64(bundle(static, state, 1, y, j, np.int64(state.count_c[y]), second))
     else:
-        if kind < RELOCATE + NEAR * (1.0 - RELOCATE):
-            reach = max(4, samples // 16)
-            k = static.length_rank_S[i] + low(first, 2 * reach + 1) - reach
-            j = np.int64(static.by_length_S[min(max(k, 0), samples - 1)])
+        pair = kind < RELOCATE + EXCHANGE + PAIR and state.count_c[x] > 1
+        if pair:
+            i = np.int64(bundle(static, state, 0, x, i, np.int64(2), second))
+            state.bundled_k[1] = 0
+        if pair or kind < 1.0 - UNIFORM:
+            j = similar(static, state.length_S[i], first)
         else:
             j = low(first, samples)
         y = np.int64(state.cell_S[j])
-        longer = static.length_S[i] - static.length_S[j]
-        legal = (
-            state.tokens_c[x] - longer <= static.cap and state.tokens_c[y] + longer <= static.cap
-        )
-    return (x if legal and x != y else np.int64(-1)), y, i, j
+        legal = True
+    longer = state.length_S[i] - state.length_S[j]
+    legal = (
+        legal
+        and x != y
+        and state.tokens_c[x] - longer <= static.cap
+        and state.tokens_c[y] + longer <= static.cap
+    )
+    return (x if legal else np.int64(-1)), y, i, j
 
 
 @inlined
@@ -166,11 +247,21 @@ def apply(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
     """Carry out a move and refresh what depends on it."""
     null = len(static.length_S) - 1
     bx, by = x // static.width, y // static.width
-    add(static, state, i, x, -1)
-    if j != null:
-        add(static, state, j, y, -1)
-        add(static, state, j, x, 1)
-    add(static, state, i, y, 1)
+    for moving in (i, j):  # out of both cells first: a cell never holds more than it can
+        if moving < null:
+            take(static, state, moving)
+        elif moving > null:
+            k = moving - null - 1
+            for n in range(state.bundled_k[k]):
+                take(static, state, state.bundle_kn[k, n])
+    for side in range(2):
+        moving, c = (j, x) if side else (i, y)
+        if moving < null:
+            put(static, state, moving, c)
+        elif moving > null:
+            k = moving - null - 1
+            for n in range(state.bundled_k[k]):
+                put(static, state, state.bundle_kn[k, n], c)
     for side in range(2):  # a loop, so that the parts are compiled once
         b, c, out, into = (by, y, j, i) if side else (bx, x, i, j)
         refresh_cell(static, state, c)
@@ -209,6 +300,11 @@ def evaluate(static, state, x, y, i, j, total_weight, limit, early):  # type: ig
     if bx == by:
         cost = attention_after(static, state, bx, x, i, j, y) + static.expert * state.busiest_B[bx]
         return energy_after(state, total_weight, bx, cost, bx, cost, True), False
+    null = len(static.length_S) - 1
+    for moving in (i, j):
+        if moving > null:
+            sum_peaks(static, state, moving - null - 1, bx)
+            sum_peaks(static, state, moving - null - 1, by)
     attention_x = attention_after(static, state, bx, x, i, j, np.int64(-1))
     attention_y = attention_after(static, state, by, y, j, i, np.int64(-1))
     least_x = state.busiest_B[bx] + (state.peak_BS[bx, j] - state.peak_BS[bx, i])
@@ -219,6 +315,9 @@ def evaluate(static, state, x, y, i, j, total_weight, limit, early):  # type: ig
         least = energy_after(state, total_weight, bx, cost_x, by, cost_y, False)
         if least > limit:
             return least, False
+    for moving in (i, j):
+        if moving > null:
+            fill_bundle(static, state, moving - null - 1)
     cost_x = attention_x + static.expert * busiest_after(static, state, bx, i, j)
     if early:
         least = energy_after(state, total_weight, bx, cost_x, by, cost_y, False)

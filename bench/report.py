@@ -1,0 +1,113 @@
+"""Run every benchmark and write bench/results.md, each table below the command that made it.
+
+python -m bench.report [--only NAME ...] [--quick] [--out FILE]
+
+Exits with 1 where a check failed. Run it on a quiet machine: the searches have deadlines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Script(NamedTuple):
+    """A benchmark: its module in bench/, its flags, and those of a quick run that shows it works.
+
+    What a script prints is Markdown, or else plain text; its progress goes to stderr.
+    """
+
+    name: str
+    flags: str
+    quick: str
+    markdown: bool = True
+
+
+SCRIPTS = (
+    Script("methods", "--seconds 2 --check", "moonlight-gsm8k --seconds 0.2 --check"),
+    Script("swaps", "--check", "--swaps 8192 --repeats 3 --check"),
+    Script("rows", "", "--seeds 2"),
+    Script(
+        "directions",
+        "--seconds 2 --check",
+        "--sizes tiny --eps 8 --caps 1024 --seconds 0.2 --check",
+    ),
+    Script(
+        "counting", "", "--tokens 20000 --layers 8 --samples 64 --repeats 2", markdown=False
+    ),
+)
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table: the first column to the left, the others to the right."""
+    rule = [":--", *["--:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
+
+
+def emit(text: str, path: Path | None, failed: Sequence[str], check: bool) -> int:
+    """Print a script's Markdown and its failed checks, write it to `path`; the exit code."""
+    if failed:
+        text += "\n\nFailed checks:\n\n" + "\n".join(f"- {line}" for line in failed)
+    elif check:
+        text += "\n\nEvery check holds."
+    print(text)
+    if path:
+        path.write_text(text + "\n")
+    return int(check and bool(failed))
+
+
+def machine() -> str:
+    """The machine in one line."""
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    cores = len(os.sched_getaffinity(0))
+    packages = ", ".join(f"{name} {version(name)}" for name in ("numpy", "numba"))
+    return f"{model}, {cores} cores, Python {platform.python_version()}, {packages}"
+
+
+def main() -> None:
+    """Run the scripts one after another and write their output down."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [script.name for script in SCRIPTS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="small runs that only show it works")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results.md")
+    args = parser.parse_args()
+    parts = [f"# Results\n\n{machine()}. What each table shows: [README.md](README.md)."]
+    failed = []
+    for script in SCRIPTS:
+        if script.name not in args.only:
+            continue
+        flags = shlex.split(script.quick if args.quick else script.flags)
+        command = shlex.join(["python", "-m", f"bench.{script.name}", *flags])
+        print(command, file=sys.stderr)
+        done = subprocess.run(
+            [sys.executable, "-m", f"bench.{script.name}", *flags],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            failed.append(script.name)
+        text = done.stdout.strip()
+        parts.append(f"## {script.name}\n\n    {command}\n")
+        parts.append(text if script.markdown else f"```\n{text}\n```")
+    args.out.write_text("\n\n".join(part.strip("\n") for part in parts) + "\n")
+    print(f"wrote {args.out}", file=sys.stderr)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
