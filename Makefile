@@ -25,10 +25,15 @@ demo: demo-plan  ## plan an example window and show what it saves
 demo-plan: $(PACKAGE)
 	@$(BIN)/python examples/demo_plan.py
 
+# Two test workers would compile the same kernels twice.
+KERNELS := $(BIN)/python -c 'import routepack.planner, routepack.counting'
+
 test: $(PACKAGE)  ## run the tests, without the slow ones
+	@$(KERNELS)
 	$(BIN)/pytest -n $(WORKERS) --benchmark-disable -m "not slow"
 
 check: $(PACKAGE)  ## run the slow tests and fuzz every property for longer
+	@$(KERNELS)
 	HYPOTHESIS_PROFILE=check $(BIN)/pytest -n $(WORKERS) --benchmark-disable -m "slow or hypothesis"
 
 lint: $(PACKAGE)  ## check style, format, types and the direction of imports
@@ -37,8 +42,8 @@ lint: $(PACKAGE)  ## check style, format, types and the direction of imports
 	$(BIN)/mypy --strict src
 	$(BIN)/lint-imports --no-logo
 
-bench: $(PACKAGE)  ## run the benchmarks in bench/
-	$(BIN)/pytest bench --benchmark-only
+bench: $(PACKAGE)  ## run the benchmarks and write bench/results.md
+	$(BIN)/python -m bench.report
 
 lock:  ## renew requirements/dev.lock from requirements/dev.in
 	@echo "resolving requirements/dev.in"

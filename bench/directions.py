@@ -4,13 +4,14 @@ python -m bench.directions [--sizes tiny flash] [--eps 4 8 ...] [--caps 8192 ...
 
 First placement: how far the aggregate load of the EP ranks varies before and after LPT, beside a
 bound that no placement can beat. Then packing: what the search changes relative to `reorder` (LPT
-and first-fit decreasing), under that same placement as in the paper, and with routepack's own.
-Suffixes as in routepack; k: the k busiest ranks.
+and first-fit decreasing) and `reorder-kk` (LPT and balanced attention), under their placement as in
+the paper, and with routepack's own. Suffixes as in routepack; k: the k busiest ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -19,13 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from bench.methods import setting
+from bench.report import emit, table
+from bench.workloads import Workload, ling3
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
 import routepack
-from bench.methods import setting
-from bench.report import emit, table
-from bench.workloads import Workload, ling3
 from routepack.bounds import analytic_bound
 from routepack.budget import Budget, Meter
 from routepack.placement import balanced_ranks, identity, ranks_of
@@ -36,6 +37,9 @@ from routepack.search import FIXED_PLACEMENT, search
 from routepack.window import Window
 
 LEVEL = 0.003  # of the paper: the aggregate's coefficient of variation after placement
+BASES = ("reorder", "reorder-kk")
+SEVERAL_ROWS = 4  # fewer leave little to pack
+TIGHT_ROWS, TIGHT_FILL, TIGHT_SAMPLES = 8, 0.98, 4  # rows, their fill, samples of a cell
 REPORTED = "Reported by the paper: tail -11 %, peak sum -3 %, joint cost -1.5 %, attention up."
 
 
@@ -127,62 +131,79 @@ def place(size: str, ep: int, window: Window) -> Placed:
 
 
 class Measures(NamedTuple):
-    """Of a plan: routed tokens of the busiest rank of each row, shard and layer, and costs."""
+    """Of a plan; or its change from another plan, in percent."""
 
     tail: float
-    """99th percentile."""
-    peak: float
-    """Maximum."""
-    total: float
+    """99th percentile, over rows, shards and layers, of the busiest rank's routed tokens."""
+    imbalance: float
+    """The same of the busiest rank's share above the mean rank, max/mean."""
+    peak_sum: float
+    """Routed tokens of the busiest ranks, summed over rows, shards and layers."""
     joint: float
     """Slowest shard."""
     attention: float
-    """Sum over rows and shards."""
+    """Summed over rows and shards."""
+
+    @property
+    def ordered(self) -> bool:
+        """Of a change: cuts the tail more than the peak sum, and that more than the joint cost."""
+        return self.tail < self.peak_sum < self.joint < 0
+
+
+NAMES = ("tail", "max/mean", "peak sum", "joint", "attention")
 
 
 def measure(problem: Problem, rank_LE: NDArray[np.int32], cell_S: NDArray[np.int32]) -> Measures:
     """The measures of a layout under a placement."""
     static = problem.static(rank_LE)
-    busiest_BL = problem.state(static, cell_S).load_BRL.max(axis=1)
+    load_BRL = problem.state(static, cell_S).load_BRL
+    busiest_BL = load_BRL.max(axis=1)
     score = problem.measure(static, cell_S).score
     return Measures(
-        float(np.percentile(busiest_BL, 99)), float(busiest_BL.max()),
+        float(np.percentile(busiest_BL, 99)),
+        float(np.percentile(busiest_BL / load_BRL.mean(axis=1), 99)),
         float(busiest_BL.sum(dtype=np.int64)), score.slowest_shard, score.attention,
     )  # fmt: skip
 
 
 class Packed(NamedTuple):
-    """One window at one EP size and cap: changes are relative to `reorder`, in percent."""
+    """One window at one EP size and cap."""
 
     workload: Workload
+    size: str
     rows: int
-    more_rows: bool
-    """Whether first-fit decreasing needs more rows than the search."""
+    base_rows: dict[str, int]
+    fill: float
+    """Tokens / room of all cells."""
     placement: float
-    """Joint cost of `reorder` relative to `baseline`."""
-    fixed: Measures
-    full: Measures
+    """Change of the joint cost from `baseline` to `reorder`, in percent."""
+    changes: dict[str, tuple[Measures, Measures]]
+    """From each of BASES: by packing under its placement, and by routepack."""
 
-    @property
-    def ordered(self) -> bool:
-        """Packing cuts the tail more than the peak sum, and that more than the joint cost."""
-        return self.fixed.tail < self.fixed.total < self.fixed.joint < 0
-
-    def line(self) -> list[str]:
+    def line(self, base: str) -> list[str]:
         """A line of the table."""
-        workload = self.workload
+        workload, (fixed, full) = self.workload, self.changes[base]
+        more = self.base_rows[base] - self.rows
         return [
-            workload.name, str(workload.ep), str(workload.token_cap),
-            f"{self.rows}" + (" (reorder more)" if self.more_rows else ""),
-            f"{self.placement:+.1f}",
-            *(f"{change:+.1f}" for change in self.fixed),
-            "yes" if self.ordered else "no",
-            *(f"{change:+.1f}" for change in self.full),
+            self.size,
+            str(workload.ep), str(workload.token_cap),
+            f"{self.rows}" + (f" ({base} {more:+d})" if more else ""),
+            f"{self.fill:.2f}",
+            *(f"{change:+.1f}" for change in fixed),
+            "yes" if fixed.ordered else "no",
+            *(f"{change:+.1f}" for change in full),
         ]  # fmt: skip
 
 
+def tight_cap(window: Window, dp: int) -> int:
+    """A cap whose rows are nearly full: TIGHT_ROWS of them, or fewer for want of samples."""
+    rows = max(1, min(TIGHT_ROWS, window.samples // (dp * TIGHT_SAMPLES)))
+    tokens = int(window.lengths_S.sum())
+    return max(int(window.lengths_S.max()), math.ceil(tokens / (rows * dp * TIGHT_FILL)))
+
+
 def pack(workload: Workload, window: Window, seconds: float, seed: int, threads: int) -> Packed:
-    """Plan with `baseline`, `reorder`, the search under reorder's placement, and `routepack`."""
+    """Plan with the trainers' layouts, the search under their LPT placement, and `routepack`."""
     topology, cost_model = setting(workload)
     cap = workload.token_cap
     cost = cost_model.resolve(window, topology, cap)
@@ -198,8 +219,7 @@ def pack(workload: Workload, window: Window, seconds: float, seed: int, threads:
         cell_S = problem.from_bins([cell for row in made.rows for cell in row])
         return measure(problem, ranks_of(made.placement_LE, topology.ep), cell_S)
 
-    reorder, ours = plan("reorder"), plan("routepack")
-    base = measured(reorder)
+    bases = {base: plan(base) for base in BASES}
     started = time.perf_counter()
     rows = minimal_rows(window.lengths_S, cap, topology.dp, seed=seed)
     problem = Problem(window, topology, cost, cap, rows.rows)
@@ -210,36 +230,76 @@ def pack(workload: Workload, window: Window, seconds: float, seed: int, threads:
         meter=Meter(Budget(seconds=seconds), started), threads=threads, seed=seed,
     )  # fmt: skip
     assert archive.rank_LE is rank_LE
+    fixed, full = measure(problem, rank_LE, archive.cell_S), measured(plan("routepack"))
 
-    def change(after: Measures) -> Measures:
-        return Measures(*(100 * (b / a - 1) for a, b in zip(base, after, strict=True)))
+    def change(before: Measures, after: Measures) -> Measures:
+        return Measures(*(100 * (b / a - 1) for a, b in zip(before, after, strict=True)))
 
+    before = {base: measured(made) for base, made in bases.items()}
     return Packed(
-        workload, rows.rows, len(reorder.rows) > rows.rows,
-        100 * (base.joint / measured(plan("baseline")).joint - 1),
-        change(measure(problem, rank_LE, archive.cell_S)), change(measured(ours)),
+        workload, workload.name.split("-")[1],
+        rows.rows, {base: len(made.rows) for base, made in bases.items()},
+        int(window.lengths_S.sum()) / (problem.cells * cap),
+        100 * (before["reorder"].joint / measured(plan("baseline")).joint - 1),
+        {base: (change(m, fixed), change(m, full)) for base, m in before.items()},
     )  # fmt: skip
 
 
-def medians(packed: list[Packed]) -> str:
-    """The changes in the middle, and how often the order of the paper holds."""
-    names = ("tail (p99)", "largest", "peak sum", "joint cost", "attention")
-    lines = []
-    for label, of in (("LPT placement", "fixed"), ("routepack", "full")):
-        values = zip(*(getattr(one, of) for one in packed), strict=True)
-        shown = (f"{n} {statistics.median(v):+.1f} %" for n, v in zip(names, values, strict=True))
-        lines.append(f"- {label}: {', '.join(shown)}")
-    ordered = sum(one.ordered for one in packed)
-    lines.append(f"- tail < peak sum < joint cost < 0 in {ordered} of {len(packed)}")
-    return "\n".join(lines)
+class Summary(NamedTuple):
+    """Medians over the windows of a model, those with rows enough and as many as the base.
+
+    In one or two rows there is little to pack, and what there is lies in attention.
+    """
+
+    size: str
+    base: str
+    packed: list[Packed]
+
+    def medians(self, which: int) -> Measures:
+        """Of the changes by packing under LPT placement (0) or by routepack (1)."""
+        changes = (one.changes[self.base][which] for one in self.packed)
+        return Measures(*(statistics.median(v) for v in zip(*changes, strict=True)))
+
+    def lines(self) -> list[list[str]]:
+        """Two lines of the table."""
+        return [
+            [
+                self.size, self.base, name, str(len(self.packed)),
+                *(f"{change:+.1f}" for change in self.medians(which)),
+                str(sum(one.changes[self.base][which].ordered for one in self.packed)),
+            ]
+            for which, name in enumerate(("packing", "routepack"))
+        ]  # fmt: skip
+
+    def failures(self) -> list[str]:
+        """The order of the paper, under LPT placement as there."""
+        m = self.medians(0)
+        if m.ordered:
+            return []
+        return [
+            f"{self.size}, relative to {self.base}: tail {m.tail:+.2f} %, peak sum "
+            f"{m.peak_sum:+.2f} %, joint cost {m.joint:+.2f} %, expected in falling order"
+        ]
+
+
+def summarise(size: str, base: str, packed: list[Packed]) -> list[Summary]:
+    """One summary, or none where there is nothing to compare."""
+    enough = [
+        one for one in packed
+        if one.size == size and one.rows >= SEVERAL_ROWS and one.rows == one.base_rows[base]
+    ]  # fmt: skip
+    return [Summary(size, base, enough)] if enough else []
 
 
 def main() -> None:
-    """Parse the flags, measure, print both tables and the failed checks."""
+    """Parse the flags, measure, print the tables and the failed checks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=("tiny", "flash"), default=["tiny", "flash"])
     parser.add_argument("--eps", nargs="+", type=int, default=[4, 8, 16, 32, 64], metavar="R")
-    parser.add_argument("--caps", nargs="+", type=int, default=[8192, 2048, 1024], metavar="C")
+    parser.add_argument(
+        "--caps", nargs="+", type=int, default=[8192, 2048, 1024], metavar="C",
+        help="beside a cap that fills the rows",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=2.0, help="of each search")
     parser.add_argument("--seed", type=int, default=0, help="of the windows and searches")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -247,54 +307,57 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a check fails")
     args = parser.parse_args()
 
-    placed, packed, notes = [], [], []
+    placed: list[Placed] = []
+    packed: list[Packed] = []
     for size in args.sizes:
         window = ling3(size).window(args.seed)  # the same at any EP size and cap
         assert window is not None
         for ep in args.eps:
             placed.append(place(size, ep, window))
-            for cap in args.caps:
+            tight = tight_cap(window, ling3(size, ep).dp)
+            for cap in (*args.caps, tight):
                 workload = ling3(size, ep, cap)
-                if not packed:
-                    pack(workload, window, 0.1, args.seed, args.threads)  # loads the kernels
+                if not packed:  # loads the kernels
+                    pack(workload, window, 0.1, args.seed, args.threads)
                 packed.append(pack(workload, window, args.seconds, args.seed, args.threads))
                 print(f"{workload.name} done", file=sys.stderr)
-    failed = [line for one in placed for line in one.failures()]
-    for one in packed:
-        if one.rows > 1 and not one.ordered:  # in one row there is only attention to lower
-            tail, _, total, joint, _ = one.fixed
-            failed.append(
-                f"{one.workload.name}: tail {tail:+.2f} %, peak sum {total:+.2f} %, joint cost "
-                f"{joint:+.2f} %"
-            )
-    placement = table(
-        [
-            "model", "EP", "E/R", "CV before", "after LPT", "proven floor",
-            f"layers < {LEVEL}", "impossible", "missed",
-        ],
-        [one.line() for one in placed],
-    )  # fmt: skip
-    changes = ("tail (p99)", "largest", "peak sum", "joint", "attention")
-    packing = table(
-        [
-            "workload", "EP", "cap", "rows", "joint: placement",
-            *changes, "in order", *(f"{name}, routepack" for name in changes),
-        ],
-        [one.line() for one in packed],
-    )  # fmt: skip
-    notes = [
-        f"Placement: CV of the aggregate EP load, mean over layers (largest). Window seed "
-        f"{args.seed}. impossible: layers whose floor is above {LEVEL}; missed: the others above.",
-        placement,
-        f"Packing, change in % relative to `reorder`: first under its placement, then `routepack`; "
-        f"{args.seconds:g} s a search. joint: placement is `reorder` relative to `baseline`. "
-        f"{REPORTED}",
-        packing,
-    ]
-    for cap in args.caps:
-        of_cap = [one for one in packed if one.workload.token_cap == cap]
-        notes.append(f"Medians at cap {cap}:\n\n{medians(of_cap)}")
-    sys.exit(emit("\n\n".join(notes), args.markdown, failed, args.check))
+
+    summaries = []
+    for size in args.sizes:
+        for base in BASES:
+            summaries += summarise(size, base, packed)
+    failed = [line for one in (*placed, *summaries) for line in one.failures()]
+    parts = [
+        f"CV of the aggregate load of the EP ranks, mean over layers (largest), window seed "
+        f"{args.seed}. Impossible: layers whose proven floor is above {LEVEL}. Missed: the others "
+        f"that stay above. Joint: joint cost of `reorder` relative to `baseline`, in %, by cap.",
+        table(
+            [
+                "model", "EP", "E/R", "CV before", "after LPT", "floor", f"layers < {LEVEL}",
+                "impossible", "missed", "joint",
+            ],
+            [[*one.line(), joint_by_cap(one, packed)] for one in placed],
+        ),
+        f"Packing: changes in %, medians over windows with at least {SEVERAL_ROWS} rows and as "
+        f"many as the base has. Tail: 99th percentile of the busiest rank's routed tokens over "
+        f"rows, shards and layers; max/mean: the same of its ratio to the mean rank. In order: windows "
+        f"where tail < peak sum < joint < 0. {args.seconds:g} s a search. {REPORTED}",
+        table(
+            ["model", "relative to", "by", "windows", *NAMES, "in order"],
+            [line for summary in summaries for line in summary.lines()],
+        ),
+    ]  # fmt: skip
+    for base in BASES:
+        parts.append(f"Every window, relative to `{base}`: packing, then routepack.")
+        header = ["model", "EP", "cap", "rows", "fill", *NAMES, "in order", *NAMES]
+        parts.append(table(header, [one.line(base) for one in packed]))
+    sys.exit(emit("\n\n".join(parts), args.markdown, failed, args.check))
+
+
+def joint_by_cap(placed: Placed, packed: list[Packed]) -> str:
+    """What placement alone changes in the joint cost."""
+    same = [p for p in packed if p.size == placed.size and p.workload.ep == placed.ep]
+    return ", ".join(f"{one.placement:+.1f}" for one in same)
 
 
 if __name__ == "__main__":

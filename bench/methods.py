@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import routepack
 from bench.report import emit, table
 from bench.workloads import WORKLOADS, Workload
+
+import routepack
 from routepack.bounds import analytic_bound
 from routepack.cost import AttentionStage, CostModel
 from routepack.plan import METHODS, Plan

@@ -15,9 +15,9 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-
 from bench.report import emit, table
 from bench.workloads import WORKLOADS, Recipe, draw_lengths
+
 from routepack.rows import Rows, minimal_rows
 
 GENERATED = [  # without ling3-*: the paper's steps fit into one or two rows

@@ -117,11 +117,11 @@ EXPECTED_SIZE = "expected a whole number of at least 1 in the metadata"
 BAD_METADATA: dict[str, tuple[dict[str, str | None], str]] = {
     "another format": (
         {"format": "routepack.plan/1"},
-        "format = routepack.plan/1: expected 'routepack.window/1'",
+        "format = 'routepack.plan/1': expected 'routepack.window/1'",
     ),
     "a later version": (
         {"format": "routepack.window/2"},
-        "format = routepack.window/2: expected 'routepack.window/1'",
+        "format = 'routepack.window/2': expected 'routepack.window/1'",
     ),
     "no format": ({"format": None}, "format = None: expected 'routepack.window/1'"),
     "no experts": ({"num_experts": "0"}, f"num_experts = 0: {EXPECTED_SIZE}"),
@@ -152,6 +152,11 @@ BAD_METADATA: dict[str, tuple[dict[str, str | None], str]] = {
         {"moe_layers": "[1, 4.5]"},
         "moe_layers = [1, 4.5]: expected a JSON list of layer indices",
     ),
+    "layers nested deeply": (
+        {"moe_layers": "[" * 10_000},
+        f"moe_layers = {'[' * 10_000}: expected a JSON list of layer indices",
+    ),
+    "thousands of digits": ({"top_k": "9" * 5000}, f"top_k = {'9' * 5000}: {EXPECTED_SIZE}"),
     "too few layers": (
         {"moe_layers": "[1]"},
         "moe_layers = [1]: expected 2 layers, as in demand",
@@ -315,11 +320,11 @@ BAD_PLANS = {
     "no JSON": ("rows", "expected a plan file in JSON, Expecting value: line 1 column 1 (char 0)"),
     "another version": (
         plan_text(format="routepack.plan/2"),
-        "format = routepack.plan/2: expected 'routepack.plan/1'",
+        "format = 'routepack.plan/2': expected 'routepack.plan/1'",
     ),
     "no format": (plan_text(format=None), "format = None: expected 'routepack.plan/1'"),
-    "a list": ("[]", "format = list: expected 'routepack.plan/1'"),
-    "a number": ("1", "format = int: expected 'routepack.plan/1'"),
+    "a list": ("[]", "format = 'list': expected 'routepack.plan/1'"),
+    "a number": ("1", "format = 'int': expected 'routepack.plan/1'"),
     "a field too few": (
         plan_text(rows=None),
         "expected a plan file, Object missing required field `rows`",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from routepack.errors import InputError
 from routepack.topology import Topology
-from routepack.window import Window
+from routepack.window import MAX_TOKENS, Window
 
 LARGEST = 1e12  # of a coefficient: sums over any window stay finite
 
@@ -106,7 +106,7 @@ def stage_tokens2(lengths_S: NDArray[np.int64], window_tokens: int | None) -> ND
     """Token pairs (times two) that a causal stage attends: n^2, or m(2n - m) with m = min(n, w)."""
     if window_tokens is None:
         return lengths_S * lengths_S
-    m_S = np.minimum(lengths_S, window_tokens)
+    m_S = np.minimum(lengths_S, min(window_tokens, MAX_TOKENS))
     return np.asarray(m_S * (2 * lengths_S - m_S))
 
 

@@ -49,7 +49,7 @@ def _window(tensors: dict[str, NDArray[Any]], metadata: dict[str, str], threads:
     top_k = _metadata_size(metadata, "top_k")
     try:
         moe_layers = json.loads(metadata.get("moe_layers", ""))
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter for lists nested absurdly deep
         moe_layers = None
     if not isinstance(moe_layers, list) or not all(type(i) is int for i in moe_layers):
         raise InputError.at(
@@ -150,6 +150,7 @@ def _require_file(path: str | Path) -> None:
 
 def _metadata_size(metadata: dict[str, str], name: str) -> int:
     text = metadata.get(name)
-    if text is None or not text.isascii() or not text.isdigit() or int(text) < 1:
+    # int() refuses thousands of digits with an error of its own
+    if text is None or not (text.isascii() and text.isdigit() and len(text) < 20 and int(text)):
         raise InputError.at(name, text, "a whole number of at least 1 in the metadata")
     return int(text)

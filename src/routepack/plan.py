@@ -150,7 +150,11 @@ def validate_placement(
     name: str, placement: ArrayLike, layers: int, experts: int
 ) -> NDArray[np.int32]:
     """[L, E], each layer a bijection of experts to slots. Raises InputError."""
-    slots_LE = np.asarray(placement)
+    try:
+        slots_LE = np.asarray(placement)
+    except ValueError:  # layers of different sizes
+        expected = f"({layers}, {experts})"
+        raise InputError.at(f"{name}.shape", "ragged", expected) from None
     if slots_LE.shape != (layers, experts):
         raise InputError.at(f"{name}.shape", slots_LE.shape, f"({layers}, {experts})")
     if slots_LE.dtype.kind not in "iu":

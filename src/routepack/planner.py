@@ -67,7 +67,8 @@ def make_plan(
     cost_model = cost_model or DEFAULT
     budget = budget or DEFAULT_BUDGET
     _validate(window, topology, token_cap, method, seed, threads)
-    threads = threads or len(os.sched_getaffinity(0))
+    token_cap = int(token_cap)  # numpy's integers are welcome, but not in a plan file
+    threads = int(threads or len(os.sched_getaffinity(0)))
     current_LE = identity(window.layers, window.experts)
     if current_placement is not None:
         current_LE = validate_placement(

@@ -15,11 +15,12 @@ from routepack.kernels.packing import fill_one_bin, first_fit
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
 
 # Parameters tried for each family of dual feasible functions (at most; spread over the lengths).
 PARAMETERS = 256
 # Limits of column generation's knapsack table: capacities, distinct lengths, and their product.
-MOST_CAPACITIES, MOST_LENGTHS, MOST_CELLS = 1 << 17, 256, 1 << 21
+MOST_CAPACITIES, MOST_LENGTHS, MOST_CELLS = 1 << 17, 128, 1 << 21
 COLUMNS_PER_ROUND = 64
 # Weights of column generation are integers, multiples of 1 / DUAL_UNITS of a bin.
 DUAL_UNITS = 1 << 30
@@ -99,8 +100,8 @@ def column_generation_bound(lengths_S: Int64, cap: int, enough: int, rounds: int
     Each round solves the program over the bin contents (columns) known so far, at first those of
     first-fit decreasing, and asks an exact knapsack for contents of most weight under its duals.
     The duals, rounded to integers, prove ceil(total weight / most weight in a bin), whatever the
-    floating-point solver did. Where lengths are too many for the knapsack's table, they are
-    rounded down to fewer.
+    floating-point solver did; they are smoothed towards the best so far (Wentges 1997).
+    Where lengths are too many for the knapsack's table, they are rounded down to fewer.
     """
     unit = 1 + cap // MOST_CAPACITIES
     lengths_S, cap = lengths_S // unit, cap // unit  # what fitted still fits
@@ -113,7 +114,7 @@ def column_generation_bound(lengths_S: Int64, cap: int, enough: int, rounds: int
     columns_XT = np.zeros((int(bin_of_S.max()) + 1, len(sizes_T)), np.int32)
     np.add.at(columns_XT, (bin_of_S, class_S), 1)
     known = {column.tobytes() for column in columns_XT}
-    best = 0
+    best, best_ratio, center_T = 0, 0.0, None
     for _ in range(rounds):
         lp = linprog(
             np.ones(len(columns_XT)),
@@ -124,20 +125,35 @@ def column_generation_bound(lengths_S: Int64, cap: int, enough: int, rounds: int
         # The value only falls as columns come: then a bound above `enough` is out of reach.
         if lp.status != 0 or lp.fun is None or lp.fun <= enough + 1e-6:
             break
-        weights_T = np.floor(np.clip(-lp.ineqlin.marginals, 0.0, 1.0) * DUAL_UNITS).astype(np.int64)
-        worth_X, found_XT = fill_one_bin(sizes_T, counts_T, weights_T, cap)
-        best = max(best, _ceil_ratio(int(weights_T @ counts_T), max(1, int(worth_X[0]))))
-        if best > enough:
-            break
-        new = []
-        for x in np.argsort(-worth_X, kind="stable")[:COLUMNS_PER_ROUND]:
-            if worth_X[x] > DUAL_UNITS * (1 + 1e-9) and found_XT[x].tobytes() not in known:
-                known.add(found_XT[x].tobytes())
-                new.append(found_XT[x])
-        if not new:
-            break
-        columns_XT = np.concatenate((columns_XT, np.stack(new)))
+        dual_T = np.clip(-lp.ineqlin.marginals, 0.0, 1.0)
+        center_T = dual_T if center_T is None else center_T
+        for guess_T in ((center_T + dual_T) / 2, dual_T):
+            weights_T = np.floor(guess_T * DUAL_UNITS).astype(np.int64)
+            worth_X, found_XT = fill_one_bin(sizes_T, counts_T, weights_T, cap)
+            total, most = int(weights_T @ counts_T), max(1, int(worth_X[0]))
+            best = max(best, _ceil_ratio(total, most))
+            if best > enough:
+                return best
+            if total / most > best_ratio:
+                best_ratio, center_T = total / most, weights_T / most
+            new_XT = _worthwhile(found_XT, dual_T, known)
+            if len(new_XT) > 0:
+                break
+        else:
+            break  # the program is solved
+        columns_XT = np.concatenate((columns_XT, new_XT))
     return best
+
+
+def _worthwhile(found_XT: Int32, dual_T: Float64, known: set[bytes]) -> Int32:
+    """The columns that the duals of the program price above a bin, most first; now known."""
+    worth_X = found_XT @ dual_T
+    new = []
+    for x in np.argsort(-worth_X, kind="stable")[:COLUMNS_PER_ROUND]:
+        if worth_X[x] > 1 + 1e-9 and found_XT[x].tobytes() not in known:
+            known.add(found_XT[x].tobytes())
+            new.append(x)
+    return found_XT[new]
 
 
 def _classes(lengths_S: Int64, cap: int) -> tuple[Int64, Int64, Int64]:

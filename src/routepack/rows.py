@@ -32,7 +32,7 @@ STEPS = 2_000_000  # of repacking, about 0.2 s
 # Candidates for a bin in the trials of subset-sum filling: around 12 does best, the rest is for
 # windows unlike those it was measured on.
 FILL_WIDTHS = (12, 16, 10, 24, 12, 16, 8, 32)
-COLUMN_ROUNDS = 24
+COLUMN_ROUNDS = 40
 SMALL_SAMPLES, SMALL_NODES = 40, 20_000
 
 
@@ -243,13 +243,12 @@ def _completed(bin_of_S: Int32, lengths_S: Int64, cap: int, bins: int) -> Int32:
 
 
 def _columns(gap: _Gap) -> None:
-    enough = gap.lower_rows * gap.data_parallel
-    while not gap.closed:
+    rows = gap.rows - 1  # first what would close the gap, then, if out of reach, less
+    while rows >= gap.lower_rows:
+        enough = rows * gap.data_parallel
         bins = column_generation_bound(gap.lengths_S, gap.cap, enough, COLUMN_ROUNDS)
-        if bins <= enough:
-            return
         gap.prove(bins, "column-generation")
-        enough = gap.lower_rows * gap.data_parallel
+        rows -= 1
 
 
 def _exact(gap: _Gap, nodes: int) -> None:
