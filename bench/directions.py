@@ -340,7 +340,7 @@ def main() -> None:
         ),
         f"Packing: changes in %, medians over windows with at least {SEVERAL_ROWS} rows and as "
         f"many as the base has. Tail: 99th percentile of the busiest rank's routed tokens over "
-        f"rows, shards and layers; max/mean: the same of its ratio to the mean rank. In order: windows "
+        f"rows, shards and layers; max/mean: of its ratio to the mean rank. In order: windows "
         f"where tail < peak sum < joint < 0. {args.seconds:g} s a search. {REPORTED}",
         table(
             ["model", "relative to", "by", "windows", *NAMES, "in order"],

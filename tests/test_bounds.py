@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Instance, instances, layouts, placements
 
 from routepack.bounds import SAFE, analytic_bound
 from routepack.cost import AttentionStage, CostModel
 from routepack.objective import score
 from routepack.topology import Topology
 from routepack.window import Window
+from strategies import Instance, instances, layouts, placements
 
 
 @given(instances(), st.data())

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Instance, instances
 
 from routepack.cost import DEFAULT, AttentionStage, CostModel, stage_tokens2
 from routepack.errors import InputError
 from routepack.objective import score
 from routepack.topology import Topology
 from routepack.window import Window
+from strategies import Instance, instances
 
 STAGE = '[[attention]]\nname = "full"\nlinear = 1.0\nquadratic = 2.0\n'
 SLIDING = '[[attention]]\nname = "swa"\nlinear = 3\nquadratic = 0.5\nwindow_tokens = 128\n'
@@ -42,7 +42,7 @@ def test_a_file_is_read_whole(tmp_path: Path) -> None:
 def test_defaults(tmp_path: Path) -> None:
     """A file may give stages alone; without a file it is one stage linear 60, quadratic 20."""
     assert read(tmp_path, STAGE) == CostModel((AttentionStage("full", 1.0, 2.0),), 1.0, "cap")
-    assert DEFAULT == CostModel((AttentionStage("attention", 60.0, 20.0),), 1.0, "cap")
+    assert CostModel((AttentionStage("attention", 60.0, 20.0),), 1.0, "cap") == DEFAULT
 
 
 REFUSED = {

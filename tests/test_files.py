@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from numpy.typing import NDArray
 from safetensors.numpy import save
-from strategies import windows
 
 from routepack.cost import AttentionStage, CostModel
 from routepack.errors import InputError
 from routepack.files import read_plan, read_window, write_atomically, write_plan, write_window
 from routepack.plan import METHODS, Certificate, Plan, Score, Search, TopologyKey, WindowKey
 from routepack.window import Window
+from strategies import windows
 
 LENGTHS_S = np.array([3, 1])
 DEMAND_SLE = np.array([[[3, 2, 1], [1, 3, 2]], [[1, 0, 1], [0, 1, 1]]], np.uint16)

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_helpers import apply_move, below_many, draw_many, evaluate_moves, random_words
-from numpy.typing import NDArray
-from strategies import SEEDS, Instance, instances, layouts, random_window
 
+from kernel_helpers import apply_move, below_many, draw_many, evaluate_moves, random_words
 from routepack import Budget, plan, population
 from routepack.cost import AttentionStage, CostModel
 from routepack.kernels.layout import TOTAL_WEIGHT, State
@@ -23,6 +21,7 @@ from routepack.population import Chain
 from routepack.problem import Problem
 from routepack.topology import Topology
 from routepack.window import Window
+from strategies import SEEDS, Instance, instances, layouts, random_window
 
 WEIGHTS = st.sampled_from([TOTAL_WEIGHT, 0.25])
 SPREADS = st.sampled_from([0.0, 0.5])  # of a squared cost by the energy: of its order
@@ -70,9 +69,7 @@ def test_costs_equal_the_oracle_bit_for_bit(instance: Instance, data: st.DataObj
 
 
 @given(instances(), st.data())
-def test_any_layout_is_measured_as_the_oracle_does(
-    instance: Instance, data: st.DataObject
-) -> None:
+def test_any_layout_is_measured_as_the_oracle_does(instance: Instance, data: st.DataObject) -> None:
     """`measure` needs no layout within the cap, and its score is the oracle's by ==."""
     from routepack.objective import score
 
@@ -208,9 +205,7 @@ def test_every_kind_of_move_comes_up() -> None:
 
 
 @given(instances(), SEEDS, WEIGHTS)
-def test_early_exit_changes_no_decision(
-    instance: Instance, seed: int, total_weight: float
-) -> None:
+def test_early_exit_changes_no_decision(instance: Instance, seed: int, total_weight: float) -> None:
     """With early exit a move passes its limit exactly where the full energy does, an accepted move
     has exactly that energy, and the lower bound never exceeds it. Limits are other moves' energies,
     so that ties are among them."""
@@ -280,9 +275,7 @@ def test_moves_do_what_was_told(instance: Instance, seed: int, total_weight: flo
 
 
 @pytest.mark.parametrize("method", ["routepack", "expert-only"])
-def test_loads_of_64_bits_give_the_same_plan(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loads_of_64_bits_give_the_same_plan(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels that take over at 2**31 routed tokens lead to the same bytes."""
     instance = fixed_instance()
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from strategies import Instance, instances
 
 from routepack.cost import AttentionStage, CostModel
 from routepack.errors import InfeasibleError
@@ -25,6 +24,7 @@ from routepack.layouts import (
 from routepack.problem import Problem
 from routepack.topology import Topology
 from routepack.window import Window
+from strategies import Instance, instances
 
 TOKENS = CostModel((AttentionStage("linear", 1.0, 0.0),))  # work = tokens / cap
 

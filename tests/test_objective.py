@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Instance, instances
 
 from routepack.cost import AttentionStage, CostModel
 from routepack.objective import rank_load_LR, row_costs, score
 from routepack.topology import Topology
 from routepack.window import Window
+from strategies import Instance, instances
 
 # D = 4 in G = 2 shards {0, 1} and {2, 3}; R = 2; C = 8; L = 2; E = 4, two slots a rank; K = 1.
 TOPOLOGY = Topology.of(dp=4, ep=2, edp=2)

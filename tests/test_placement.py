@@ -11,7 +11,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from strategies import SEEDS, Instance, instances, placements
 
 from routepack.budget import Budget, Meter, Phase
 from routepack.cost import DEFAULT
@@ -28,6 +27,7 @@ from routepack.placement import (
 from routepack.plan import validate_placement
 from routepack.topology import Topology
 from routepack.window import Window
+from strategies import SEEDS, Instance, instances, placements
 
 
 def loads(demand_E: NDArray[np.int64], rank_E: NDArray[np.int32], ranks: int) -> list[int]:
@@ -47,9 +47,7 @@ def lpt(demand_E: list[int], ranks: int) -> list[int]:
 
 
 @st.composite
-def demands(
-    draw: st.DrawFn, sizes: list[tuple[int, int]]
-) -> tuple[NDArray[np.int64], int]:
+def demands(draw: st.DrawFn, sizes: list[tuple[int, int]]) -> tuple[NDArray[np.int64], int]:
     """Demand [L, E] and R, of one of `sizes` (E, R): some experts hot, some equal, some idle."""
     experts, ranks = draw(st.sampled_from(sizes))
     layers = draw(st.integers(1, 3))

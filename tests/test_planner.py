@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from strategies import SEEDS, Instance, instances, placements, random_window
 
 from routepack import (
     AttentionStage,
@@ -37,6 +36,7 @@ from routepack.plan import METHODS
 from routepack.problem import Problem
 from routepack.search import FIXED_PLACEMENT, search
 from routepack.verify import verify
+from strategies import SEEDS, Instance, instances, placements, random_window
 
 SEARCHES = ("expert-only", "attention-only", "routepack")
 
@@ -253,9 +253,7 @@ def test_attention_only_lowers_attention_alone() -> None:
 
     def slowest(plan: Plan, part: int) -> float:
         cost = instance.problem.cost
-        parts = row_costs(
-            instance.window, instance.topology, cost, plan.placement_LE, plan.rows
-        )
+        parts = row_costs(instance.window, instance.topology, cost, plan.placement_LE, plan.rows)
         return float(parts[part].sum(axis=0).max())
 
     attention = {method: slowest(plan, 0) for method, plan in plans.items()}
@@ -301,9 +299,7 @@ def all_layouts(problem: Problem) -> NDArray[np.int64]:
     """cell_S [N, S] of every feasible layout."""
     samples, cells = problem.window.samples, problem.cells
     cell_NS = np.array(list(itertools.product(range(cells), repeat=samples)))
-    tokens_Nc = np.stack(
-        [(cell_NS == c) @ problem.window.lengths_S for c in range(cells)], axis=1
-    )
+    tokens_Nc = np.stack([(cell_NS == c) @ problem.window.lengths_S for c in range(cells)], axis=1)
     return cell_NS[(tokens_Nc <= problem.token_cap).all(axis=1) & (tokens_Nc > 0).all(axis=1)]
 
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from strategies import SEEDS, Instance, instances, layouts, random_window
 
 from routepack.budget import Budget, Meter, Phase
 from routepack.cost import DEFAULT
@@ -30,6 +29,7 @@ from routepack.population import (
 )
 from routepack.seeds import Seed
 from routepack.topology import Topology
+from strategies import SEEDS, Instance, instances, layouts, random_window
 
 ENERGIES = st.lists(st.floats(0.0, 1e6), min_size=2, max_size=12)
 
@@ -169,9 +169,7 @@ def test_resampling_only_copies(
 
 
 @given(instances(), st.data())
-def test_the_archive_keeps_the_best_by_exact_score(
-    instance: Instance, data: st.DataObject
-) -> None:
+def test_the_archive_keeps_the_best_by_exact_score(instance: Instance, data: st.DataObject) -> None:
     """Offered any layouts with their energies, it never gets worse, ends with the best of them all
     (none is lost by skipping those of high energy), and a tie stays with the earlier one."""
     problem, static = instance.problem, instance.static

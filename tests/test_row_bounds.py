@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routepack.kernels.packing import fill_one_bin
+from routepack.kernels.exact_packing import fill_one_bin
 from routepack.row_bounds import (
     carlier_clautiaux_moukrim,
     column_generation_bound,

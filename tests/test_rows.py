@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from routepack import rows as rows_module
 from routepack.errors import InfeasibleError
-from routepack.kernels.packing import best_fit, exact_pack, fill_bins, first_fit, repack
+from routepack.kernels.exact_packing import exact_pack
+from routepack.kernels.packing import best_fit, fill_bins, first_fit, repack
 from routepack.rows import Rows, ffd_bins, minimal_rows, split_to
 
 SYNTH_TRACE = Path(__file__).parents[2] / "shared" / "tools" / "synth_trace.py"

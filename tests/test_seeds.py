@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from strategies import SEEDS, Instance, instances, random_window
 
 from routepack.cost import DEFAULT
 from routepack.placement import identity
@@ -17,6 +16,7 @@ from routepack.problem import Problem
 from routepack.seeds import GATE, Seed, canonical, diverse, make_seeds, sketch
 from routepack.topology import Topology
 from routepack.window import Window
+from strategies import SEEDS, Instance, instances, random_window
 
 
 def equivalent(instance: Instance, random: Any) -> NDArray[np.int32]:
@@ -114,9 +114,7 @@ def test_different_groups_have_distance() -> None:
 
 
 @given(instances(), st.integers(1, 6), SEEDS)
-def test_seeds_are_feasible_canonical_and_good(
-    instance: Instance, count: int, seed: int
-) -> None:
+def test_seeds_are_feasible_canonical_and_good(instance: Instance, count: int, seed: int) -> None:
     """As many as asked for, each within the cap without empty cells, in canonical form, with its
     energy on record, none beyond the gate of the first, which is the best."""
     problem, static = instance.problem, instance.static

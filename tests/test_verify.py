@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from strategies import random_window
 
 import routepack
 from routepack.cost import AttentionStage, CostModel
@@ -16,6 +15,7 @@ from routepack.plan import Plan
 from routepack.topology import Topology
 from routepack.verify import verify
 from routepack.window import Window
+from strategies import random_window
 
 replace = msgspec.structs.replace
 
@@ -74,8 +74,7 @@ def test_a_changed_hash_is_named(window: Window, plan: Plan) -> None:
     """So is a plan whose hash was edited, or whose shape was."""
     edited = replace(plan, window=replace(plan.window, sha256="0" * 64))
     assert verify(window, edited) == [
-        f"window.sha256 = {'0' * 64!r}: expected {window.sha256!r}, "
-        "the plan is for another window"
+        f"window.sha256 = {'0' * 64!r}: expected {window.sha256!r}, the plan is for another window"
     ]
     edited = replace(plan, window=replace(plan.window, samples=9))
     assert verify(window, edited) == [
@@ -243,9 +242,7 @@ def test_all_that_is_broken_is_listed(window: Window, plan: Plan) -> None:
     rows = cells_of(plan)
     m, d = next((m, d) for m in range(2) for d in range(2) if len(rows[m][d]) > 1)
     sample = rows[m][d].pop()
-    edited = replace(
-        with_rows(plan, rows), placement=((0, 0, 2, 3), (0, 1, 2, 3)), token_cap=CAP
-    )
+    edited = replace(with_rows(plan, rows), placement=((0, 0, 2, 3), (0, 1, 2, 3)), token_cap=CAP)
     assert verify(window, edited) == [
         f"rows = no sample {sample}, 1 absent: expected each once",
         "placement[0, 1] = 0: expected a free slot, expert 0 has it",

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from strategies import SEEDS, random_routes
 
 from routepack.errors import InputError
 from routepack.window import MAX_TOKENS, Window
+from strategies import SEEDS, random_routes
 
 # S=2 samples of 3 and 1 tokens, L=2 layers, E=3 experts, K=2.
 LENGTHS_S = [3, 1]
@@ -88,9 +88,7 @@ def test_a_sample_may_miss_every_route() -> None:
     assert w.demand_LE.tolist() == [[0, 0]]
 
 
-@given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 3), SEEDS, st.data()
-)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 3), SEEDS, st.data())
 def test_hash_is_the_same_for_routes_and_demand(
     lengths_S: list[int], layers: int, seed: int, data: st.DataObject
 ) -> None:

@@ -70,7 +70,7 @@ class Problem:
 
     @property
     def load(self) -> Any:
-        """Dtype that holds the routed tokens of any group at a layer, and of a cell at all layers."""
+        """Dtype that holds the routed tokens of a group at a layer, and of a cell at all layers."""
         longest = max(int(self.window.lengths_S.sum()), self.window.layers * self.token_cap)
         return np.dtype(np.int32 if self.window.top_k * longest < 2**31 else np.int64)
 

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from routepack.kernels.packing import fill_one_bin, first_fit
+from routepack.kernels.exact_packing import fill_one_bin
+from routepack.kernels.packing import first_fit
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepack.errors import InfeasibleError
-from routepack.kernels.packing import best_fit, exact_pack, fill_bins, first_fit, repack
+from routepack.kernels.exact_packing import exact_pack
+from routepack.kernels.packing import best_fit, fill_bins, first_fit, repack
 from routepack.kernels.rng import stream_key
 from routepack.row_bounds import (
     column_generation_bound,
