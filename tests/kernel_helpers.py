@@ -1,8 +1,8 @@
 """Kernels that only tests need: parts that the package inlines, called one by one.
 
-A move is named by the two random words that it is proposed from, since what a proposal bundles lives
-in the state until the next. Compiled without numba's disk cache, which notices no change in the
-files of the parts.
+A move is named by the two random words that it is proposed from, since what a proposal bundles
+lives in the state until the next. Compiled without numba's disk cache, which notices no change in
+the files of the parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every hypothesis strategy of the planner's tests, in one place.
+"""Every hypothesis strategy of the planner's tests, and what their claims are checked with.
 
 An *instance* is small enough to recompute with the oracle and always feasible: its cap is that of a
 layout that was drawn first. Lengths, sizes and layouts are drawn by hypothesis and so shrink; the
@@ -9,6 +9,7 @@ Shape suffixes as in the package: S samples, L layers, E experts.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -81,6 +82,23 @@ def random_window(
         for layer in range(layers):
             demand_SLE[s, layer] = np.bincount(routes_NLK[:, layer].ravel(), minlength=experts)
     return Window(lengths_S, demand_SLE, top_k, missing_S=missing_S, **fields)
+
+
+def lowest_peak(demand_E: list[int], ranks: int) -> int:
+    """The lowest possible load of the busiest rank, by trying all partitions."""
+
+    def best(left: frozenset[int], ranks_left: int) -> int:
+        if not ranks_left:
+            return 0
+        first = min(left)
+        peaks = []
+        for others in itertools.combinations(sorted(left - {first}), len(left) // ranks_left - 1):
+            part = {first, *others}
+            rest = best(left - part, ranks_left - 1)
+            peaks.append(max(rest, sum(demand_E[e] for e in part)))
+        return min(peaks)
+
+    return best(frozenset(range(len(demand_E))), ranks)
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""The analytic bound: below every score, and reached where everything is balanced."""
+"""Bounds on the slowest shard: below every score, and reached where everything is balanced."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routepack.bounds import SAFE, analytic_bound
+from routepack.bounds import SAFE, analytic_bound, best_bound, placement_floor_L
 from routepack.cost import AttentionStage, CostModel
 from routepack.objective import score
 from routepack.topology import Topology
 from routepack.window import Window
-from strategies import Instance, instances, layouts, placements
+from strategies import Instance, instances, layouts, lowest_peak, placements
 
 
 @given(instances(), st.data())
@@ -20,14 +20,16 @@ def test_no_layout_and_no_placement_is_below_the_bound(
     instance: Instance, data: st.DataObject
 ) -> None:
     """The slowest shard of any layout, within the cap or not, under any placement, costs at least
-    the bound, rounding included."""
+    the best bound, rounding included, and that is no less than the analytic one."""
     window, problem = instance.window, instance.problem
     cell_S = data.draw(layouts(window.samples, problem.cells))
     placement_LE = data.draw(placements(window.layers, window.experts))
     rows = problem.to_rows(cell_S)
     result = score(window, problem.topology, problem.cost, placement_LE, rows)
-    bound = analytic_bound(window, problem.topology, problem.cost)
-    assert 0 <= bound <= result.slowest_shard
+    analytic = analytic_bound(window, problem.topology, problem.cost)
+    best, method = best_bound(window, problem.topology, problem.cost)
+    assert 0 <= analytic <= best <= result.slowest_shard
+    assert method == ("analytic" if best == analytic else "placement floor")
 
 
 # Eight equal samples on D = 4, G = 2, R = 2 in two rows, C = 8: a cell costs 4/8 * 3 + 16/64 * 8.
@@ -49,7 +51,7 @@ def test_tight_where_all_is_balanced() -> None:
 
 
 def test_a_bad_placement_leaves_the_bound() -> None:
-    """With both hot experts of layer 1 on one rank that layer costs twice: 15 + 4 over the same 15."""
+    """Both hot experts of layer 1 on one rank make it cost twice: 19, over a bound of 15."""
     cost = MODEL.resolve(EQUAL, TOPOLOGY, 8)
     placement_LE = np.array([[0, 1, 2, 3], [0, 2, 1, 3]], np.int32)
     assert score(EQUAL, TOPOLOGY, cost, placement_LE, ROWS).slowest_shard == 19.0
@@ -87,6 +89,47 @@ def test_stages_and_shards_enter_as_means() -> None:
     topology = Topology.of(dp=4, ep=1, edp=2)
     cost = CostModel(stages, 0.0).resolve(window, topology, 8)
     assert analytic_bound(window, topology, cost) == pytest.approx(7.25, rel=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("demand_E", "ranks", "floor"),
+    [
+        ([5, 5, 5, 0], 2, 10),  # two of the three hot ones share a rank
+        ([10, 3, 3, 3], 2, 13),  # the hottest does not go without company
+        ([4, 4, 1, 1, 1, 1], 2, 6),  # balance
+        ([9, 1, 1], 3, 9),  # the hottest alone
+        ([7, 6, 5, 4, 3, 2, 1, 0], 1, 28),  # one rank holds all
+        ([3, 2, 2], 1, 7),
+    ],
+)
+def test_placement_floor_by_hand(demand_E: list[int], ranks: int, floor: int) -> None:
+    """The busiest rank's load that no placement is below: the same in any order of experts."""
+    assert placement_floor_L(np.array([demand_E, demand_E[::-1]]), ranks).tolist() == [floor] * 2
+
+
+@given(
+    st.sampled_from([(4, 2), (6, 2), (6, 3), (8, 4), (3, 3), (4, 1)]),
+    st.lists(st.integers(0, 20), min_size=8, max_size=8),
+)
+def test_no_placement_is_below_its_floor(sizes: tuple[int, int], counts: list[int]) -> None:
+    """Tried with every placement; the floor is never below balance and the hottest expert."""
+    experts, ranks = sizes
+    demand_E = np.array(counts[:experts])
+    floor = int(placement_floor_L(demand_E[None], ranks)[0])
+    assert floor >= max(-(-demand_E.sum() // ranks), demand_E.max())
+    assert floor <= lowest_peak(demand_E.tolist(), ranks)
+
+
+def test_the_best_bound_is_named() -> None:
+    """Only experts cost. 5 5 5 0 on two ranks: 10 by the floor, above the 8 of balance; 4 4 on two
+    ranks: both give 4, and the simpler one is named."""
+    topology = Topology.of(dp=1, ep=2, edp=1)
+    model = CostModel((AttentionStage("none", 0.0, 0.0),), 1.0)
+    for demand_E, expected in (
+        ([5, 5, 5, 0], (10 * SAFE, "placement floor")), ([4, 4], (4 * SAFE, "analytic"))
+    ):  # fmt: skip
+        window = Window(np.array([sum(demand_E)]), np.array([[demand_E]]), 1)
+        assert best_bound(window, topology, model.resolve(window, topology, 1)) == expected
 
 
 def test_the_safety_factor_is_small() -> None:

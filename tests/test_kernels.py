@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,7 @@ def test_cold_sweeps_descend() -> None:
     for _ in range(20):
         chain.sweep(1e-300, TOTAL_WEIGHT, 0.0, 50)
         energies.append(chain.energy)
-    assert all(after <= before * (1 + 1e-12) for before, after in zip(energies, energies[1:]))  # noqa: B905
+    assert all(after <= before * (1 + 1e-12) for before, after in pairwise(energies))
     assert energies[-1] < 0.97 * energies[0]
 
 
@@ -186,8 +187,8 @@ def test_moves_are_legal(instance: Instance, seed: int) -> None:
 
 
 def test_every_kind_of_move_comes_up() -> None:
-    """With a loose cap, every ordered pair of cells comes up for one sample moved and two exchanged,
-    every pair of groups for whole cells (of three samples); two go for one as long as both."""
+    """With a loose cap, every ordered pair of cells comes up for one sample moved and for two
+    exchanged; two also go for one; whole cells (of three samples) are exchanged between groups."""
     instance = fixed_instance()
     static = instance.static
     kinds: dict[tuple[int, int], set[tuple[int, int]]] = {}
@@ -201,7 +202,8 @@ def test_every_kind_of_move_comes_up() -> None:
     pairs = {(x, y) for x in range(8) for y in range(8) if x != y}
     assert kinds[1, 0] == kinds[1, 1] == pairs
     assert len(kinds[2, 1]) > 20
-    assert kinds[3, 3] == {(x, y) for x, y in pairs if x // static.width != y // static.width}
+    assert len(kinds[3, 3]) > 20
+    assert all(x // static.width != y // static.width for x, y in kinds[3, 3])
 
 
 @given(instances(), SEEDS, WEIGHTS)
@@ -255,8 +257,8 @@ def spread(instance: Instance, state: State) -> float:
 
 @given(instances(), SEEDS, WEIGHTS)
 def test_moves_do_what_was_told(instance: Instance, seed: int, total_weight: float) -> None:
-    """Move after move, the energy and the change of the spread that are told before are those of the
-    state that follows, up to the rounding of a sum; the state stays exact."""
+    """Move after move, the energy and the change of the spread that are told before are those of
+    the state that follows, up to the rounding of a sum; the state stays exact."""
     problem, static = instance.problem, instance.static
     state = problem.state(static, instance.cell_S)
     for words_2 in random_words(seed, 12):
@@ -306,8 +308,8 @@ def test_loads_beyond_31_bits_are_held_in_64() -> None:
 
 
 def test_large_windows_are_exact() -> None:
-    """Samples of 2**26 tokens on 40 layers, one on each rank: what a sample puts on the busiest ranks
-    of all layers takes 32 bits, and every integer is that of a recompute."""
+    """Samples of 2**26 tokens on 40 layers: what one puts on the busiest ranks of all layers takes
+    more than 31 bits, and every integer is that of a recompute."""
     tokens = 2**26
     demand_SLE = np.zeros((4, 40, 2), np.uint32)
     demand_SLE[:2, :, 0] = demand_SLE[2:, :, 1] = tokens

@@ -169,7 +169,7 @@ def test_the_layout_balances_attention_work_not_tokens() -> None:
 
 def test_a_row_is_added_only_when_needed() -> None:
     """3 3 2 2 2 in two cells: differencing gives 7 and 5. With a cap of 7 that stands. With 6, the
-    exact {3, 3} and {2, 2, 2} is found neither so nor by lightest first, and a third row is added."""
+    exact {3, 3} and {2, 2, 2} is found neither so nor by lightest first: a third row is added."""
     lengths_S = [3, 3, 2, 2, 2]
     loose, _ = karmarkar_karp_layout(problem_of(lengths_S, 7, 2, one_shard(1)))
     assert loose.rows == 2

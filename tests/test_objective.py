@@ -54,7 +54,7 @@ def test_an_instance_by_hand() -> None:
       rank 1 (experts 1, 3) 2 + 2 = 4. X = (6 + 4) / 2 = 5.
     Row 0, shard 1: cells {2}, {3}: A = 42 + 22 = 64. Layer 0: rank 0 3 + 0, rank 1 3 + 4 = 7;
       layer 1: rank 0 6 + 2 = 8, rank 1 0 + 2. X = (7 + 8) / 2 = 7.5.
-    Row 1, shard 0: cells {4, 6}, {5}: full 6 + 20 = 26 | 72, swa 6 + 14 = 20 | 30, A = 72 + 30 = 102.
+    Row 1, shard 0: cells {4, 6}, {5}: full 6 + 20 | 72, swa 6 + 14 | 30, A = 72 + 30 = 102.
       Layer 0: rank 0 2 + 4 + 4 = 10, rank 1 4; layer 1: rank 0 2 + 4 + 4 = 10, rank 1 0 + 0 + 4.
       X = (10 + 10) / 2 = 10.
     Row 1, shard 1: cells {7}, {8}: A = 6 + 6 = 12. Both ranks get 2 at both layers. X = 2.

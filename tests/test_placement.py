@@ -27,7 +27,7 @@ from routepack.placement import (
 from routepack.plan import validate_placement
 from routepack.topology import Topology
 from routepack.window import Window
-from strategies import SEEDS, Instance, instances, placements
+from strategies import SEEDS, Instance, instances, lowest_peak, placements
 
 
 def loads(demand_E: NDArray[np.int64], rank_E: NDArray[np.int32], ranks: int) -> list[int]:
@@ -111,23 +111,6 @@ def test_descent_starts_from_lpt_and_never_raises_the_peak(
             assert max(load[top] - moved, load[rank_E[b]] + moved) >= load[top]
 
 
-def best_peak(demand_E: list[int], ranks: int) -> int:
-    """The lowest possible load of the busiest rank, by trying all partitions."""
-
-    def best(left: frozenset[int], ranks_left: int) -> int:
-        if not ranks_left:
-            return 0
-        first = min(left)
-        peaks = []
-        for others in itertools.combinations(sorted(left - {first}), len(left) // ranks_left - 1):
-            part = {first, *others}
-            rest = best(left - part, ranks_left - 1)
-            peaks.append(max(rest, sum(demand_E[e] for e in part)))
-        return min(peaks)
-
-    return best(frozenset(range(len(demand_E))), ranks)
-
-
 @given(demands([(6, 2), (6, 3), (8, 2), (8, 4), (9, 3)]))
 def test_the_peak_is_within_four_thirds_of_the_optimum(
     case: tuple[NDArray[np.int64], int],
@@ -136,7 +119,7 @@ def test_the_peak_is_within_four_thirds_of_the_optimum(
     demand_LE, ranks = case
     rank_LE = balanced_ranks(demand_LE, ranks)
     for demand_E, rank_E in zip(demand_LE, rank_LE, strict=True):
-        optimum = best_peak(demand_E.tolist(), ranks)
+        optimum = lowest_peak(demand_E.tolist(), ranks)
         assert optimum <= max(loads(demand_E, rank_E, ranks)) <= 4 / 3 * optimum
 
 

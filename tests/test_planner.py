@@ -100,8 +100,8 @@ def test_every_plan_of_every_method_holds(
 def test_routepack_is_never_worse_than_the_trainers_layouts(
     instance: Instance, evaluations: int, seed: int
 ) -> None:
-    """At equal rows the slowest shard costs no more than with `reorder` or `reorder-kk`, even with
-    no evaluations at all; by the exact score where the search's energy does not call it a tie."""
+    """At equal rows the exact score is no worse than that of `reorder` and of `reorder-kk`, even
+    with no evaluations at all."""
     budget = Budget(evaluations=evaluations)
     best = plan_of(instance, budget=budget, seed=seed)
     for method in ("reorder", "reorder-kk"):
@@ -168,7 +168,8 @@ def test_a_fresh_process_makes_the_same_bytes(tmp_path: Path) -> None:
         "from routepack import *\n"
         "from routepack.files import read_window\n"
         "made = routepack.plan(read_window(sys.argv[1]), Topology.of(dp=4, ep=4, edp=2),\n"
-        f"    token_cap={instance.token_cap}, budget=Budget(evaluations=20_000), seed=7, threads=2,\n"
+        "    budget=Budget(evaluations=20_000), seed=7, threads=2,\n"
+        f"    token_cap={instance.token_cap},\n"
         "    cost_model=CostModel((AttentionStage('full', 6.0, 4.0),), 3.0))\n"
         "sys.stdout.buffer.write(made.to_bytes())\n"
     )
@@ -304,7 +305,7 @@ def all_layouts(problem: Problem) -> NDArray[np.int64]:
 
 
 def optimum(problem: Problem, static: Static) -> tuple[float, float, float]:
-    """The best exact score of all layouts: ranked by the slowest shard at once, near ties exactly."""
+    """The best exact score of all layouts: ranked by the slowest shard, near ties exactly."""
     cell_NS = all_layouts(problem)
     width, shards = static.width, static.shards
     length_S, tokens2_TS = static.length_S[:-1], static.tokens2_TS[:, :-1]
@@ -323,7 +324,7 @@ def optimum(problem: Problem, static: Static) -> tuple[float, float, float]:
 
 
 def tiny(seed: int) -> Problem:
-    """Six to eight samples in 4 cells (or 3), on one or two shards, under a tight or a loose cap."""
+    """Six to eight samples in 3 or 4 cells, on one or two shards, under a tight or a loose cap."""
     rng = np.random.default_rng(seed)
     dp, shards, rows = [(2, 1, 2), (2, 2, 2), (1, 1, 3), (4, 2, 1), (1, 1, 4)][seed % 5]
     samples = int(rng.integers(6, 9))

@@ -52,8 +52,8 @@ def longest_to_lightest(lengths: list[int], cells: int) -> NDArray[np.int32]:
 
 
 def test_canonical_by_hand() -> None:
-    """D = 4, G = 2, two rows of cells {4 5} {3} | {6} {7} and {2} {9} | {1 8} {0}. Cells of a group
-    by their lowest sample: {3} {4 5}, {6} {7}, {2} {9}, {0} {1 8}; the row with sample 0 is first."""
+    """D = 4, G = 2, rows {4 5} {3} | {6} {7} and {2} {9} | {1 8} {0}. Cells of a group by their
+    lowest sample: {3} {4 5}, {6} {7}, {2} {9}, {0} {1 8}; the row with sample 0 is first."""
     topology = Topology.of(dp=4, ep=1, edp=2)
     window = Window(np.full(10, 1), np.ones((10, 1, 1), int), 1)
     problem = Problem(window, topology, DEFAULT.resolve(window, topology, 9), 9, 2)
@@ -147,8 +147,8 @@ def test_seeds_repeat_only_where_there_are_too_few(instance: Instance, seed: int
 
 
 def test_every_generator_contributes() -> None:
-    """Where cells are almost full all layouts cost about the same, and each of the five ways to make
-    one has some within the gate."""
+    """Where cells are almost full all layouts cost about the same, and each of the five ways to
+    make one has some within the gate."""
     rng = np.random.default_rng(0)
     window = random_window(rng, rng.integers(5, 60, 64), 2, 8, 2)
     cap = int(window.lengths_S.sum() / 8 * 1.04)
