@@ -103,8 +103,11 @@ def test_systematic_counts_are_next_to_the_expected(parts: list[float], offset: 
 
 
 def test_systematic_by_hand() -> None:
-    """Weights 1/2 1/4 1/4 of four chains, pointers at 0.1, 0.35, 0.6 and 0.85 with offset 0.4."""
-    assert systematic(np.array([0.5, 0.25, 0.25, 0.0]), 0.4) == [0, 0, 1, 2]
+    """Weights 0.3, 0.3 and 0.4 of four chains: pointers 0, 0.25, 0.5 and 0.75 at offset 0, and 0.15,
+    0.4, 0.65 and 0.9 at offset 0.6."""
+    weights = np.array([0.3, 0.3, 0.4, 0.0])
+    assert systematic(weights, 0.0) == [0, 0, 1, 2]
+    assert systematic(weights, 0.6) == [0, 1, 2, 2]
 
 
 class FixedOffset:

@@ -101,6 +101,8 @@ class Problem:
             cap=self.token_cap,
             shards=self.topology.edp,
             width=self.topology.ranks_per_shard,
+            group_c=np.arange(self.cells, dtype=np.int64) // self.topology.ranks_per_shard,
+            shard_B=np.arange(self.rows * self.topology.edp, dtype=np.int64) % self.topology.edp,
         )
 
     def state(self, static: Static, cell_S: NDArray[np.int32]) -> State:
@@ -133,6 +135,7 @@ class Problem:
             cost_B=np.zeros(groups),
             shard_G=np.zeros(static.shards),
             peak_L=np.zeros(layers, load),
+            other_peak_L=np.zeros(layers, load),
             new_argmax_L=np.zeros(layers, np.int32),
         )
         build(static, state, cell_S)

@@ -19,6 +19,7 @@ from routepack.seeds import Seed, make_seeds
 
 CHAINS = 4
 SEED_ATTEMPTS = 3  # of each seed generator
+SEED_SHARE = 0.08  # of a budget in seconds, after which no more seeds are made
 PACK, PLACE, SEEDS = 1, 2, 3  # streams of random numbers
 
 
@@ -58,7 +59,9 @@ def search(
     """The best placed layout found in the budget, and the seeds it came from."""
     static = problem.static(rank_LE)
     rng = np.random.default_rng([seed, SEEDS])
-    first = make_seeds(problem, static, packed_bins, CHAINS, rng, SEED_ATTEMPTS)
+    first = make_seeds(
+        problem, static, packed_bins, CHAINS, rng, SEED_ATTEMPTS, lambda: meter.spent > SEED_SHARE
+    )
     scores = [problem.measure(static, s.cell_S).score for s in first]
     lead = min(range(len(first)), key=lambda k: scores[k].key)
     archive = Archive(problem, meter, rank_LE, first[lead].cell_S, scores[lead])

@@ -6,7 +6,7 @@ first-fit decreasing's bins, which the row certificate rests on, are always amon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,11 +43,15 @@ def make_seeds(
     count: int,
     rng: np.random.Generator,
     attempts: int,
+    enough: Callable[[], bool] = lambda: False,
 ) -> list[Seed]:
-    """`count` seeds (repeated if there are fewer), best first. `attempts` bounds each generator."""
+    """`count` seeds (repeated if there are fewer), best first. `attempts` bounds each generator.
+
+    `enough` is asked between generators whether to make do with the seeds there are.
+    """
     candidates = [
         ("rows", problem.from_bins(packed_bins)),
-        *_generate(problem, static, rng, attempts),
+        *_generate(problem, static, rng, attempts, enough),
     ]
     seeds: dict[bytes, Seed] = {}
     for generator, cell_S in candidates:
@@ -63,29 +67,34 @@ def make_seeds(
 
 
 def _generate(
-    problem: Problem, static: Static, rng: np.random.Generator, attempts: int
-) -> list[tuple[str, NDArray[np.int32]]]:
+    problem: Problem,
+    static: Static,
+    rng: np.random.Generator,
+    attempts: int,
+    enough: Callable[[], bool],
+) -> Iterator[tuple[str, NDArray[np.int32]]]:
+    """Layouts by one generator after another, cheap ones and those likeliest to fit first."""
     lengths_S, cap, cells = static.length_S[:-1], problem.token_cap, problem.cells
-    made = [
-        ("balanced", heaviest_first(problem, karmarkar_karp(problem.work_S, cells))),
-        ("balanced", _lightest(problem, np.argsort(-problem.work_S, kind="stable"))),
-    ]
+    yield "balanced", _lightest(problem, np.argsort(-problem.work_S, kind="stable"))
     for attempt in range(attempts):
-        spread = 0.05 * attempt  # the first of each generator is unperturbed, so likeliest to fit
+        spread = 0.05 * attempt  # the first of each generator is unperturbed
         noisy_S = lengths_S * np.exp(spread * rng.standard_normal(len(lengths_S)))
         order_S = np.argsort(-noisy_S, kind="stable")
-        made.append(("WindowShuffle", _opened(problem, first_fit(order_S, lengths_S, cap, cells))))
-        made.append(
-            ("RandomizedBestFit", _opened(problem, best_fit(order_S, lengths_S, cap, cells)))
-        )
+        if enough():
+            return
+        yield "WindowShuffle", _opened(problem, first_fit(order_S, lengths_S, cap, cells))
+        yield "RandomizedBestFit", _opened(problem, best_fit(order_S, lengths_S, cap, cells))
+        if attempt == 0:
+            yield "balanced", heaviest_first(problem, karmarkar_karp(problem.work_S, cells))
+        else:
+            yield "balanced", _lightest(problem, order_S)
+        if enough():
+            return
         cell_S = np.empty(len(lengths_S), np.int32)
         _, ranks, layers = static.placed_SRL.shape
         load_BRL = np.zeros((cells // static.width, ranks, layers), static.placed_SRL.dtype)
         least_increase(static, order_S, cells, cell_S, load_BRL)
-        made.append(("EDPAwarePair", _opened(problem, cell_S)))
-        if attempt:
-            made.append(("balanced", _lightest(problem, order_S)))
-    return made
+        yield "EDPAwarePair", _opened(problem, cell_S)
 
 
 def _opened(problem: Problem, cell_S: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -40,6 +40,8 @@ class Static(NamedTuple):
     cap: int
     shards: int  # G
     width: int  # W, cells of a group
+    group_c: NDArray[np.int64]  # c // W and b % G: looked up, since dividing takes longer
+    shard_B: NDArray[np.int64]
 
 
 class State(NamedTuple):
@@ -66,7 +68,8 @@ class State(NamedTuple):
     work_BT: NDArray[np.float64]  # of all cells of a group
     cost_B: NDArray[np.float64]  # J
     shard_G: NDArray[np.float64]  # U
-    peak_L: NDArray[Any]  # scratch, as is the next
+    peak_L: NDArray[Any]  # scratch, as are the next two
+    other_peak_L: NDArray[Any]
     new_argmax_L: NDArray[np.int32]
 
 
@@ -75,7 +78,7 @@ def static_type(load: Any) -> Any:
     i32, i64, f64 = types.int32, types.int64, types.float64
     fields = (
         i64[::1], i64[:, ::1], load[:, :, ::1], load[:, :, ::1], i32[::1], i32[::1],
-        f64[::1], f64[::1], f64, i64, i64, i64,
+        f64[::1], f64[::1], f64, i64, i64, i64, i64[::1], i64[::1],
     )  # fmt: skip
     return cast(Any, types.NamedTuple)(fields, Static)
 
@@ -88,7 +91,7 @@ def state_type(load: Any) -> Any:
         i32[::1], i32[::1], i32[:, ::1], i32[::1], i64[::1], i64[:, ::1], load[:, :, ::1],
         i64[::1], i32[:, ::1], load[:, ::1], f64[:, ::1], f64[:, :, ::1], i32[:, :, ::1],
         f64[:, ::1],
-        f64[::1], f64[::1], load[::1], i32[::1],
+        f64[::1], f64[::1], load[::1], load[::1], i32[::1],
     )  # fmt: skip
     return cast(Any, types.NamedTuple)(fields, State)
 
@@ -227,7 +230,7 @@ def _build(static: Static, state: State, cell_S: NDArray[np.int32]) -> None:
     state.load_BRL[:] = 0
     for s in range(samples):
         put(static, state, s, cell_S[s])
-        shift(static, state, cell_S[s] // static.width, samples, s)
+        shift(static, state, static.group_c[cell_S[s]], samples, s)
     state.cell_S[samples] = -1
     state.argmax_BL[:] = 0
     state.peak_BS[:] = 0

@@ -60,37 +60,46 @@ def longest_first(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
 
 @kernel("void(int64[:,::1], int64, int32[:,::1])")
 def swap_descent(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
-    """Swap an expert of the busiest rank with one elsewhere while that lowers the larger load.
+    """Swap experts between two ranks while that brings their loads nearer to each other.
 
-    The best swap is taken each time (ties to the lowest experts); the busiest load never rises and,
-    while several ranks are equally busy, their number falls, so it ends.
+    Pair of ranks by pair of ranks, in order, the swap that leaves them nearest is made, until no pair
+    has one. A swap that lowers the larger load of two ranks is one of these, so at the end none does.
+    It ends, since the sum of squared loads falls each time.
     """
     layers, experts = demand_LE.shape
+    per_rank = experts // ranks
+    load_R = np.zeros(ranks, np.int64)
+    member_Ri = np.zeros((ranks, per_rank), np.int64)
     for layer in range(layers):
         demand_E, rank_E = demand_LE[layer], rank_LE[layer]
-        load = np.zeros(ranks, np.int64)
+        load_R[:] = 0
+        held_R = np.zeros(ranks, np.int64)
         for e in range(experts):
-            load[rank_E[e]] += demand_E[e]
-        while True:
-            top = 0
-            for r in range(1, ranks):
-                if load[r] > load[top]:
-                    top = r
-            best, best_a, best_b = load[top], -1, -1
-            for a in range(experts):
-                if rank_E[a] != top:
-                    continue
-                for b in range(experts):
-                    moved = demand_E[a] - demand_E[b]
-                    if rank_E[b] == top or moved <= 0:
-                        continue
-                    larger = max(load[top] - moved, load[rank_E[b]] + moved)
-                    if larger < best:
-                        best, best_a, best_b = larger, a, b
-            if best_a < 0:
-                break
-            moved = demand_E[best_a] - demand_E[best_b]
-            other = rank_E[best_b]
-            load[top] -= moved
-            load[other] += moved
-            rank_E[best_a], rank_E[best_b] = other, top
+            r = rank_E[e]
+            member_Ri[r, held_R[r]] = e
+            held_R[r] += 1
+            load_R[r] += demand_E[e]
+        settled = 0  # pairs in a row without a swap
+        pairs = ranks * (ranks - 1) // 2
+        while settled < pairs:
+            for x in range(ranks):
+                for y in range(x + 1, ranks):
+                    settled += 1
+                    apart = load_R[x] - load_R[y]
+                    best, best_i, best_j = abs(apart), -1, -1
+                    for i in range(per_rank):
+                        for j in range(per_rank):
+                            moved = demand_E[member_Ri[x, i]] - demand_E[member_Ri[y, j]]
+                            left = abs(apart - 2 * moved)
+                            if left < best:
+                                best, best_i, best_j = left, i, j
+                    if best_i >= 0:
+                        e, f = member_Ri[x, best_i], member_Ri[y, best_j]
+                        moved = demand_E[e] - demand_E[f]
+                        load_R[x] -= moved
+                        load_R[y] += moved
+                        member_Ri[x, best_i], member_Ri[y, best_j] = f, e
+                        settled = 0
+        for r in range(ranks):
+            for i in range(per_rank):
+                rank_E[member_Ri[r, i]] = r

@@ -59,23 +59,23 @@ def energy(state, total_weight):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def energy_after(state, total_weight, x, cost_x, y, cost_y, exact):  # type: ignore[no-untyped-def]
+def energy_after(static, state, total_weight, x, cost_x, y, cost_y, exact):  # type: ignore[no-untyped-def]
     """The energy with other costs for groups x and y; not exact: leaves out the other groups' J."""
     shards = len(state.shard_G)
     slowest, total = 0.0, 0.0
     for g in range(shards):
         u = state.shard_G[g]
-        if g == x % shards:
+        if g == static.shard_B[x]:
             u += cost_x - state.cost_B[x]
-        if g == y % shards and y != x:
+        if g == static.shard_B[y] and y != x:
             u += cost_y - state.cost_B[y]
         total += u
-        slowest = max(slowest, u)
-    worst = max(cost_x, cost_y)
+        slowest = u if u > slowest else slowest
+    worst = cost_x if cost_x > cost_y else cost_y
     if exact:
         for b in range(len(state.cost_B)):
-            if b != x and b != y:
-                worst = max(worst, state.cost_B[b])
+            cost = state.cost_B[b]
+            worst = cost if b != x and b != y and cost > worst else worst
     return slowest + total_weight * total + WORST_ROW_WEIGHT * worst
 
 
@@ -99,29 +99,46 @@ def attention_after(static, state, b, x, out, into, y):  # type: ignore[no-untyp
                 largest = state.top_BTk[b, t, k]
                 break
         largest = max(largest, cell_work(static, state, t, x, out, into))
-        if y // static.width == b:
+        if y >= 0 and static.group_c[y] == b:
             largest = max(largest, cell_work(static, state, t, y, into, out))
         total += largest
     return total
 
 
 @inlined
-def busiest_after(static, state, b, out, into):  # type: ignore[no-untyped-def]
-    """Sum over layers of the busiest rank of group b without sample `out` and with `into`."""
-    load_RL, peak_L = state.load_BRL[b], state.peak_L
-    out_RL, into_RL = routed(static, state, out), routed(static, state, into)
-    ranks, layers = load_RL.shape
-    number = peak_L.dtype.type  # int32 stays int32: numba widens the arithmetic otherwise
+def busiest_after(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
+    """Sums over layers of the busiest ranks of groups x and y after they exchange i and j.
+
+    Both at once, since both need the same two samples' loads; ranks are taken eight at a time, which
+    keeps the maxima in registers, then the rest.
+    """
+    x_RL, y_RL = state.load_BRL[x], state.load_BRL[y]
+    i_RL, j_RL = routed(static, state, i), routed(static, state, j)
+    peak_x_L, peak_y_L = state.peak_L, state.other_peak_L
+    ranks, layers = x_RL.shape
+    number = peak_x_L.dtype.type  # int32 stays int32: numba widens the arithmetic otherwise
     for layer in range(layers):
-        peak_L[layer] = load_RL[0, layer] - out_RL[0, layer] + into_RL[0, layer]
-    for r in range(1, ranks):
+        peak_x_L[layer] = peak_y_L[layer] = 0
+    for r in range(0, ranks - 7, 8):
         for layer in range(layers):
-            load = number(load_RL[r, layer] - out_RL[r, layer] + into_RL[r, layer])
-            peak_L[layer] = load if load > peak_L[layer] else peak_L[layer]
-    total = np.int64(0)
+            peak_x, peak_y = peak_x_L[layer], peak_y_L[layer]
+            for k in range(r, r + 8):  # unrolled by the compiler
+                moved = number(j_RL[k, layer] - i_RL[k, layer])
+                load_x, load_y = number(x_RL[k, layer] + moved), number(y_RL[k, layer] - moved)
+                peak_x = load_x if load_x > peak_x else peak_x
+                peak_y = load_y if load_y > peak_y else peak_y
+            peak_x_L[layer], peak_y_L[layer] = peak_x, peak_y
+    for r in range(ranks - ranks % 8, ranks):
+        for layer in range(layers):
+            moved = number(j_RL[r, layer] - i_RL[r, layer])
+            load_x, load_y = number(x_RL[r, layer] + moved), number(y_RL[r, layer] - moved)
+            peak_x_L[layer] = load_x if load_x > peak_x_L[layer] else peak_x_L[layer]
+            peak_y_L[layer] = load_y if load_y > peak_y_L[layer] else peak_y_L[layer]
+    total_x, total_y = np.int64(0), np.int64(0)
     for layer in range(layers):
-        total += peak_L[layer]
-    return total
+        total_x += peak_x_L[layer]
+        total_y += peak_y_L[layer]
+    return total_x, total_y
 
 
 @inlined
@@ -216,7 +233,7 @@ def propose(static, state, first, second):  # type: ignore[no-untyped-def]
         legal = state.count_c[x] > 1
     elif kind < RELOCATE + EXCHANGE:
         y = low(first, cells)
-        legal = x // static.width != y // static.width
+        legal = static.group_c[x] != static.group_c[y]
         if legal:
             i = np.int64(bundle(static, state, 0, x, i, np.int64(state.count_c[x]), second))
             j = np.int64(state.members_ck[y, 0])
@@ -246,7 +263,7 @@ def propose(static, state, first, second):  # type: ignore[no-untyped-def]
 def apply(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
     """Carry out a move and refresh what depends on it."""
     null = len(static.length_S) - 1
-    bx, by = x // static.width, y // static.width
+    bx, by = static.group_c[x], static.group_c[y]
     for moving in (i, j):  # out of both cells first: a cell never holds more than it can
         if moving < null:
             take(static, state, moving)
@@ -276,7 +293,7 @@ def apply(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
 @inlined
 def spread_change(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
     """Change, by a move, of the squared deviation of cells from the mean cell of their group."""
-    bx, by = x // static.width, y // static.width
+    bx, by = static.group_c[x], static.group_c[y]
     change = 0.0
     for t in range(len(static.linear_T)):
         before_x, before_y = state.work_Tc[t, x], state.work_Tc[t, y]
@@ -296,10 +313,10 @@ def evaluate(static, state, x, y, i, j, total_weight, limit, early):  # type: ig
 
     Returns (energy, whether the loads were evaluated in full).
     """
-    bx, by = x // static.width, y // static.width
+    bx, by = static.group_c[x], static.group_c[y]
     if bx == by:
         cost = attention_after(static, state, bx, x, i, j, y) + static.expert * state.busiest_B[bx]
-        return energy_after(state, total_weight, bx, cost, bx, cost, True), False
+        return energy_after(static, state, total_weight, bx, cost, bx, cost, True), False
     null = len(static.length_S) - 1
     for moving in (i, j):
         if moving > null:
@@ -312,19 +329,16 @@ def evaluate(static, state, x, y, i, j, total_weight, limit, early):  # type: ig
     cost_x = attention_x + static.expert * least_x
     cost_y = attention_y + static.expert * least_y
     if early:
-        least = energy_after(state, total_weight, bx, cost_x, by, cost_y, False)
+        least = energy_after(static, state, total_weight, bx, cost_x, by, cost_y, False)
         if least > limit:
             return least, False
     for moving in (i, j):
         if moving > null:
             fill_bundle(static, state, moving - null - 1)
-    cost_x = attention_x + static.expert * busiest_after(static, state, bx, i, j)
-    if early:
-        least = energy_after(state, total_weight, bx, cost_x, by, cost_y, False)
-        if least > limit:
-            return least, True
-    cost_y = attention_y + static.expert * busiest_after(static, state, by, j, i)
-    return energy_after(state, total_weight, bx, cost_x, by, cost_y, True), True
+    busiest_x, busiest_y = busiest_after(static, state, bx, by, i, j)
+    cost_x = attention_x + static.expert * busiest_x
+    cost_y = attention_y + static.expert * busiest_y
+    return energy_after(static, state, total_weight, bx, cost_x, by, cost_y, True), True
 
 
 def _sweep(
