@@ -186,11 +186,12 @@ def test_bad_options_of_plan(options: Sequence[str], message: str) -> None:
     assert sorted(os.listdir()) == ["c.toml", "p.json", "t.toml", "w"]
 
 
+FINITE = "expected a finite number in 0..1e+12"
 BAD_COSTS = [
-    ("linear = 2.0", "linear = nan", "attention.linear[0] = nan: expected a finite number in 0..1e+12"),
-    ("linear = 2.0", "linear = inf", "attention.linear[0] = inf: expected a finite number in 0..1e+12"),
-    ("quadratic = 1.0", "quadratic = -1", "attention.quadratic[0] = -1.0: expected a finite number in 0..1e+12"),
-]  # fmt: skip
+    ("linear = 2.0", "linear = nan", f"attention.linear[0] = nan: {FINITE}"),
+    ("linear = 2.0", "linear = inf", f"attention.linear[0] = inf: {FINITE}"),
+    ("quadratic = 1.0", "quadratic = -1", f"attention.quadratic[0] = -1.0: {FINITE}"),
+]
 
 
 @pytest.mark.parametrize(("old", "new", "message"), BAD_COSTS)

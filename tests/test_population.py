@@ -103,8 +103,8 @@ def test_systematic_counts_are_next_to_the_expected(parts: list[float], offset: 
 
 
 def test_systematic_by_hand() -> None:
-    """Weights 0.3, 0.3 and 0.4 of four chains: pointers 0, 0.25, 0.5 and 0.75 at offset 0, and 0.15,
-    0.4, 0.65 and 0.9 at offset 0.6."""
+    """Weights 0.3, 0.3, 0.4 of four chains: pointers 0, 0.25, 0.5, 0.75 at offset 0, and 0.15, 0.4,
+    0.65, 0.9 at offset 0.6."""
     weights = np.array([0.3, 0.3, 0.4, 0.0])
     assert systematic(weights, 0.0) == [0, 0, 1, 2]
     assert systematic(weights, 0.6) == [0, 1, 2, 2]

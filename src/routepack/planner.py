@@ -149,7 +149,7 @@ def make_plan(
 def _finish_seconds(
     window: Window, rank_LE: NDArray[np.int32], ranks: int, current_LE: NDArray[np.int32]
 ) -> float:
-    """What naming the ranks and writing the plan out will take, judged by naming one layer's ranks."""
+    """What naming ranks and writing the plan out will take, judged by naming one layer's."""
     started = time.perf_counter()
     relabel(rank_LE[:1], ranks, current_LE[:1])
     naming = time.perf_counter() - started

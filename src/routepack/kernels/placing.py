@@ -62,9 +62,9 @@ def longest_first(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
 def swap_descent(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
     """Swap experts between two ranks while that brings their loads nearer to each other.
 
-    Pair of ranks by pair of ranks, in order, the swap that leaves them nearest is made, until no pair
-    has one. A swap that lowers the larger load of two ranks is one of these, so at the end none does.
-    It ends, since the sum of squared loads falls each time.
+    Pair of ranks by pair of ranks, in order, the swap that leaves them nearest is made, until no
+    pair has one. A swap that lowers the larger load of two ranks is one of these, so at the end none
+    does. It ends, since the sum of squared loads falls each time.
     """
     layers, experts = demand_LE.shape
     per_rank = experts // ranks

@@ -109,8 +109,8 @@ def attention_after(static, state, b, x, out, into, y):  # type: ignore[no-untyp
 def busiest_after(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
     """Sums over layers of the busiest ranks of groups x and y after they exchange i and j.
 
-    Both at once, since both need the same two samples' loads; ranks are taken eight at a time, which
-    keeps the maxima in registers, then the rest.
+    Both at once, since both need the loads of the same two samples; ranks are taken eight at a time,
+    which keeps the maxima in registers, then the rest.
     """
     x_RL, y_RL = state.load_BRL[x], state.load_BRL[y]
     i_RL, j_RL = routed(static, state, i), routed(static, state, j)
