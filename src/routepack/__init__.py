@@ -43,6 +43,7 @@ def plan(
     seed: int = 0,
     threads: int | None = None,
     stop: Callable[[], bool] | None = None,
+    fixed_placement: bool = False,
 ) -> Plan:
     """Plan one optimizer step: where each expert lives, and which micro-batch trains each sample.
 
@@ -55,6 +56,8 @@ def plan(
     current_placement  [L, E] slots held now; the new placement moves as few experts as it can
     threads            default: the CPUs this process may use
     stop               called between temperature steps; True ends the search with its best
+    fixed_placement    plan the micro-batches only: every expert stays where current_placement has
+                       it (contiguous without one), whatever the method
 
     Raises InputError for input that cannot be used, InfeasibleError where no plan exists. Seconds
     by stage are in Plan.stats. The first call of a process loads the kernels, the first one after
@@ -73,4 +76,5 @@ def plan(
         seed,
         threads,
         stop,
+        fixed_placement,
     )

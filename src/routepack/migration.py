@@ -107,9 +107,7 @@ class Moves:
     received_LR: NDArray[np.int64]
 
     @classmethod
-    def between(
-        cls, current_LE: NDArray[np.int32], new_LE: NDArray[np.int32], ranks: int
-    ) -> Moves:
+    def between(cls, current_LE: NDArray[np.int32], new_LE: NDArray[np.int32], ranks: int) -> Moves:
         """From one placement [L, E] (slots) to another. A new slot on the same rank is no move."""
         layers, experts = current_LE.shape
         rank_LE = new_LE // (experts // ranks)

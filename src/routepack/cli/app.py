@@ -11,6 +11,7 @@ import typer
 import routepack
 from routepack.cli.inputs import choose_budget, choose_topology, load_window, placements
 from routepack.cli.options import number, whole
+from routepack.cli.replay import replay
 from routepack.cli.terminal import require_outputs, stdout, waiting
 from routepack.cost import DEFAULT, CostModel
 from routepack.errors import InputError
@@ -143,6 +144,9 @@ def inspect(
             all_layers=all_layers,
         )
     )
+
+
+app.command()(replay)
 
 
 def _stats_bytes(plan: Plan, apart_seconds: dict[str, float]) -> bytes:

@@ -19,7 +19,7 @@ STAYS: dict[Verdict, str] = {
     "saving": "save too little",
     "budget": "over the byte budget",
     "resting": "moved recently",
-    "whole": "no gain in all",
+    "whole": "no gain as a whole",
 }
 """Why layers stay where they are."""
 
@@ -28,7 +28,7 @@ SHORT: dict[Verdict, str] = {
     "saving": "little",
     "budget": "budget",
     "resting": "recent",
-    "whole": "in all",
+    "whole": "whole",
 }
 """The same in the width of a column."""
 
@@ -36,9 +36,9 @@ SHORT: dict[Verdict, str] = {
 def replay_tables(steps: Sequence[Step], totals: Totals) -> RenderableType:
     """A line a step, then a line a policy. Costs are of the slowest shard, times predicted."""
     legend = Text(
-        "kk: the trainer's own layout, keep: packing searched, both with the experts where they\n"
-        "are before the step. kept: what trains. saves: keep less kept, move: the migration, in\n"
-        "seconds. layers: those that moved, and why others stay.",
+        "kk: the trainer's own layout, keep: packing searched, both with the experts\n"
+        "where they are before the step. kept: what trains. saves: keep less kept, move:\n"
+        "the migration, in seconds. layers: how many moved. stay: the others, and why.",
         "dim",
     )
     return Group(_steps(steps), legend, "", _policies(totals), "", _layers(totals))
@@ -46,22 +46,23 @@ def replay_tables(steps: Sequence[Step], totals: Totals) -> RenderableType:
 
 def _steps(steps: Sequence[Step]) -> Table:
     table = _table()
-    for name in ("step", "kk", "keep", "kept", "saves", "experts", "bytes", "move"):
+    for name in ("step", "kk", "keep", "kept", "saves", "move", "bytes", "layers"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("layers")
+    table.add_column("stay")
     for step in steps:
         decision = step.decision
+        moved = decision.counts.get("moved", 0)
         table.add_row(
             str(step.index),
             "none" if step.kk_cost is None else cost_text(step.kk_cost),
             cost_text(step.keep_cost),
             cost_text(decision.plan.score.slowest_shard),
             seconds_text(decision.saving_seconds),
-            f"{decision.moved_experts:,}",
-            bytes_text(decision.migration_bytes),
             seconds_text(decision.migration_seconds),
-            ", ".join(_counted(decision.counts, SHORT)),
-            style="bold" if decision.moved_experts else "",
+            bytes_text(decision.migration_bytes),
+            f"{moved} of {len(decision.verdicts)}",
+            ", ".join(_stay(decision.counts, SHORT)),
+            style="bold" if moved else "",
         )
     return table
 
@@ -92,21 +93,22 @@ def _policies(totals: Totals) -> Table:
 
 
 def _layers(totals: Totals) -> Text:
-    counted = ", ".join(_counted(totals.verdicts, STAYS))
-    planning = totals.planning_seconds / totals.steps if totals.steps else 0.0
+    """Layers by verdict, and what planning took."""
+    moved = totals.verdicts.get("moved", 0)
+    stay = ", ".join(_stay(totals.verdicts, STAYS))
+    planning = totals.planning_seconds / totals.steps
     return Text(
-        f"layers over all steps: {counted}\n"
+        f"layers: {moved} moved; stayed: {stay or 'none'}\n"
         f"planning was measured: {planning:.2f} s a step for both searches; the totals hold what\n"
         f"of it was given as exposed, in steps that migrate"
     )
 
 
-def _counted(counts: Mapping[Verdict, int], stays: Mapping[Verdict, str]) -> Iterator[str]:
-    if moved := counts.get("moved"):
-        yield f"{moved} moved"
-    for verdict, text in stays.items():
+def _stay(counts: Mapping[Verdict, int], names: Mapping[Verdict, str]) -> Iterator[str]:
+    """Layers that stayed, by reason."""
+    for verdict, name in names.items():
         if count := counts.get(verdict):
-            yield f"{count} {text}"
+            yield f"{count} {name}"
 
 
 def _table() -> Table:
@@ -114,11 +116,11 @@ def _table() -> Table:
 
 
 def seconds_text(value: float, digits: int = 3) -> str:
-    """Seconds with so many significant digits, down to microseconds."""
-    if abs(value) < 5e-7:
+    """Seconds with so many significant digits, down to a tenth of a millisecond."""
+    if abs(value) < 5e-5:
         return "0"
     decimals = digits - 1 - math.floor(math.log10(abs(value)))
-    return f"{value:,.{min(max(0, decimals), 6)}f}"
+    return f"{value:,.{min(max(0, decimals), 4)}f}"
 
 
 def bytes_text(value: int) -> str:
