@@ -7,6 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from routepack.attention_bounds import attention_lift
 from routepack.cost import Coefficients
 from routepack.topology import Topology
 from routepack.window import Window
@@ -16,31 +17,61 @@ from routepack.window import Window
 SAFE = 1.0 - 2.0**-40
 
 
-def best_bound(window: Window, topology: Topology, cost: Coefficients) -> tuple[float, str]:
-    """The best of the bounds below and its name; ties go to the simpler one."""
-    analytic = analytic_bound(window, topology, cost)
+def best_bound(
+    window: Window, topology: Topology, cost: Coefficients, token_cap: int, rows: int
+) -> tuple[float, str]:
+    """The best of the bounds below and its name: what lifts it above the analytic bound.
+
+    Holds for every placement and every layout of exactly `rows` rows of D non-empty cells within
+    the cap, and says nothing of layouts of other rows.
+    """
+    lift = attention_lift_of_stages(window, topology, cost, token_cap, rows)
+    balanced_L = _balanced_L(window, topology)
     floor_L = placement_floor_L(window.demand_LE, topology.ep)
-    floor = _combine(window, topology, cost, floor_L)
-    return (floor, "placement floor") if floor > analytic else (analytic, "analytic")
+    placement = cost.expert > 0 and int(floor_L.sum()) > int(balanced_L.sum())
+    names = [name for name, lifts in (("attention", lift > 0), ("placement", placement)) if lifts]
+    bound = _combine(window, topology, cost, floor_L if placement else balanced_L, lift)
+    return bound, f"{' and '.join(names)} floor{'s' * (len(names) > 1)}" if names else "analytic"
 
 
 def analytic_bound(window: Window, topology: Topology, cost: Coefficients) -> float:
     """Balanced attention plus, per layer, the balanced load or the hottest expert (design 2).
 
     The slowest shard is at least the mean shard; a row's attention at least the mean of its shard's
-    cells; a rank's load at least the mean rank and at least the expert that it owns.
+    cells; a rank's load at least the mean rank and at least the expert that it owns. Holds for
+    layouts of any rows, within a cap or not.
     """
-    balanced_L = -(-window.demand_LE.sum(axis=1) // topology.ep)
-    hottest_L = window.demand_LE.max(axis=1)
-    return _combine(window, topology, cost, np.maximum(balanced_L, hottest_L))
+    return _combine(window, topology, cost, _balanced_L(window, topology))
+
+
+def attention_lift_of_stages(
+    window: Window, topology: Topology, cost: Coefficients, token_cap: int, rows: int
+) -> float:
+    """Attention of all shards and rows above the balanced one, at least (attention_bounds.py)."""
+    cells = rows * topology.dp
+    return math.fsum(
+        attention_lift(
+            window.lengths_S,
+            a * window.lengths_S + b * q_S,
+            token_cap,
+            cells,
+            topology.ranks_per_shard,
+        )
+        for a, b, q_S in zip(cost.linear_T, cost.quadratic_T, cost.quadratic_tokens_TS, strict=True)
+    )
 
 
 def placement_floor_L(demand_LE: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
     """Routed tokens of the busiest rank under any placement, per layer: balance and pigeonholes.
 
-    Every rank holds n = E/R experts. Of the k*R + 1 hottest experts some rank holds k + 1, so at
-    least the k + 1 coolest of those, and beside them at least the n - k - 1 coolest of all. With
-    k = 0 this is the hottest expert in the company of the coolest.
+    Every rank holds n = E/R experts.
+
+    1. Of the k*R + 1 hottest experts some rank holds k + 1, so at least the k + 1 coolest of those,
+       and beside them at least the n - k - 1 coolest of all. With k = 0 this is the hottest expert
+       in the company of the coolest.
+    2. The k hottest are either on k ranks, which hold at least the k*(n - 1) coolest beside them,
+       the busiest no less than the mean of the k; or two of them, at least the two coolest of the
+       k, share a rank, beside at least the n - 2 coolest of all.
     """
     experts = demand_LE.shape[1]
     per_rank = experts // ranks
@@ -52,17 +83,34 @@ def placement_floor_L(demand_LE: NDArray[np.int64], ranks: int) -> NDArray[np.in
         hot_L = sums_LE[:, k * ranks + 1] - sums_LE[:, k * ranks - k]
         cool_L = total_L - sums_LE[:, experts - (per_rank - k - 1)]
         floor_L = np.maximum(floor_L, hot_L + cool_L)
+    if per_rank > 1:
+        for k in range(2, ranks + 1):
+            cool_L = total_L - sums_LE[:, experts - k * (per_rank - 1)]
+            apart_L = -(-(sums_LE[:, k] + cool_L) // k)
+            cool_L = total_L - sums_LE[:, experts - (per_rank - 2)]
+            together_L = sums_LE[:, k] - sums_LE[:, k - 2] + cool_L
+            floor_L = np.maximum(floor_L, np.minimum(apart_L, together_L))
     return np.asarray(floor_L)
 
 
+def _balanced_L(window: Window, topology: Topology) -> NDArray[np.int64]:
+    """Routed tokens of a layer's busiest rank: at least the mean, and at least one expert's."""
+    balanced_L = -(-window.demand_LE.sum(axis=1) // topology.ep)
+    return np.asarray(np.maximum(balanced_L, window.demand_LE.max(axis=1)))
+
+
 def _combine(
-    window: Window, topology: Topology, cost: Coefficients, busiest_L: NDArray[np.int64]
+    window: Window,
+    topology: Topology,
+    cost: Coefficients,
+    busiest_L: NDArray[np.int64],
+    lift: float = 0.0,
 ) -> float:
-    """The mean shard's cost: balanced attention, and at least busiest_L on a rank of each layer."""
+    """The mean shard's cost: balanced attention and `lift`, busiest_L on a rank of each layer."""
     tokens = int(window.lengths_S.sum())
     work = [
         float(a) * tokens + float(b) * int(q_S.sum())
         for a, b, q_S in zip(cost.linear_T, cost.quadratic_T, cost.quadratic_tokens_TS, strict=True)
     ]
-    attention = math.fsum(work) / topology.ranks_per_shard
+    attention = math.fsum(work) / topology.ranks_per_shard + lift
     return (attention + cost.expert * int(busiest_L.sum())) / topology.edp * SAFE

@@ -86,7 +86,7 @@ def _claims(
     """Score and certificate, recomputed; floats must agree to the last bit."""
     cost = plan.cost_model.resolve(window, topology, plan.token_cap)
     truth = score(window, topology, cost, placement_LE, plan.rows)
-    bound, bound_method = best_bound(window, topology, cost)
+    bound, bound_method = best_bound(window, topology, cost, plan.token_cap, len(plan.rows))
     proven = minimal_rows(window.lengths_S, plan.token_cap, topology.dp, seed=plan.search.seed)
     certificate = plan.certificate
     claims = [
@@ -96,7 +96,7 @@ def _claims(
     claims += [
         ("certificate.cost_lower_bound", certificate.cost_lower_bound, bound),
         ("certificate.cost_bound_method", certificate.cost_bound_method, bound_method),
-        ("certificate.gap", certificate.gap, truth.slowest_shard / bound - 1),
+        ("certificate.gap", certificate.gap, certificate.gap_of(truth.slowest_shard, bound)),
         (
             "certificate.rows_certified",
             certificate.rows_certified,
