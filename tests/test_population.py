@@ -189,7 +189,9 @@ def test_the_archive_keeps_the_best_by_exact_score(instance: Instance, data: st.
     best = min(offered, key=lambda cell_S: problem.measure(static, cell_S).score.key)
     assert archive.cell_S.tolist() == best.tolist()
     assert archive.score == problem.measure(static, best).score
-    assert len(archive.history) == len(set(keys)) - 1
+    slowest = [energy for _, energy in archive.history]
+    assert all(after < before for before, after in pairwise(slowest))
+    assert not slowest or slowest[-1] >= archive.score.slowest_shard
 
 
 def test_the_archive_copies_what_it_keeps() -> None:
@@ -266,11 +268,11 @@ def test_annealing_stops_when_told() -> None:
             instance.problem, instance.static, [Seed(instance.cell_S, "given", 1.0)], archive,
             phase, hot=1.0, cold=0.1, stream=(0, 1, 0), pool=pool, stop=stop,
         )  # fmt: skip
-    assert asked == [1000, 2000, 3000]
+    assert asked == [2500, 5000, 7500]  # of 60,000 in 24 steps
 
 
 def test_annealing_spends_its_budget() -> None:
-    """Every proposal of the budget is made, in about 60 temperature steps, when it divides."""
+    """Every proposal of the budget is made, in about 24 temperature steps, when it divides."""
     instance = tiny_instance()
     archive = archive_of(instance, instance.cell_S)
     phase = Phase(a_meter(6_000), 1.0)

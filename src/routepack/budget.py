@@ -73,8 +73,9 @@ class Phase:
     meter: Meter
     until: float  # share of the whole budget
     start: float = field(init=False)
-    started: float = field(default_factory=time.perf_counter)
     evaluations: int = 0
+    step_started: float = 0.0
+    speed: float = 0.0  # proposals a second in the last step
 
     def __post_init__(self) -> None:
         self.start = self.meter.spent
@@ -95,14 +96,15 @@ class Phase:
         left = (self.until - self.meter.spent) * self.meter.search_seconds
         if left <= LEAST_SECONDS:
             return 0
+        self.step_started = time.perf_counter()
         if self.evaluations == 0:
             return FIRST_SWEEP
-        speed = self.evaluations / (time.perf_counter() - self.started) / workers
         step = (self.until - self.start) * self.meter.search_seconds / steps
         # just short of the end, so that the last step does not pass it
-        return max(1, min(LONGEST_SWEEP, int(speed * min(step, 0.9 * left))))
+        return max(1, min(LONGEST_SWEEP, int(self.speed / workers * min(step, 0.9 * left))))
 
     def spend(self, evaluations: int) -> None:
         """Count proposed moves."""
         self.evaluations += evaluations
+        self.speed = evaluations / max(1e-9, time.perf_counter() - self.step_started)
         self.meter.spend(evaluations)

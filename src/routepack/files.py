@@ -51,7 +51,11 @@ def _window(tensors: dict[str, NDArray[Any]], metadata: dict[str, str], threads:
         moe_layers = json.loads(metadata.get("moe_layers", ""))
     except (ValueError, RecursionError):  # the latter for lists nested absurdly deep
         moe_layers = None
-    if not isinstance(moe_layers, list) or not all(type(i) is int for i in moe_layers):
+    if (
+        not isinstance(moe_layers, list)
+        or not moe_layers
+        or not all(type(i) is int for i in moe_layers)
+    ):
         raise InputError.at(
             "moe_layers", metadata.get("moe_layers"), "a JSON list of layer indices"
         )

@@ -63,6 +63,11 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cost_bound_method: str
     gap: float
 
+    @staticmethod
+    def gap_of(slowest_shard: float, bound: float) -> float:
+        """How far above the bound; 0 where nothing costs anything."""
+        return slowest_shard / bound - 1 if bound > 0 else 0.0
+
 
 class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Design section 2. `attention` and `expert` are summed over rows and shards."""

@@ -29,7 +29,7 @@ from routepack.plan import (
 )
 from routepack.problem import Problem
 from routepack.rows import Rows, minimal_rows, split_to
-from routepack.search import ROUNDS, search
+from routepack.search import FIXED_PLACEMENT, ROUNDS, search
 from routepack.topology import Topology
 from routepack.window import Window
 
@@ -61,6 +61,7 @@ def make_plan(
     seed: int,
     threads: int | None,
     stop: Callable[[], bool] | None,
+    fixed_placement: bool = False,
 ) -> Plan:
     """`routepack.plan`, which has the documentation."""
     clock = _Clock()
@@ -75,17 +76,19 @@ def make_plan(
             "current_placement", current_placement, window.layers, window.experts
         )
     cost = cost_model.resolve(window, topology, token_cap)
-    bound, bound_method = best_bound(window, topology, cost)
     clock.lap("setup")
 
     # 2. Rows first: a window that cannot be packed needs no placement.
     rows = minimal_rows(window.lengths_S, token_cap, topology.dp, seed=seed)
     problem = Problem(window, topology, cost, token_cap, rows.rows)
     clock.lap("rows")
+    bound, bound_method = best_bound(window, topology, cost, token_cap, problem.rows)
+    clock.lap("bound")
 
     # 1. Placement, layer by layer, from aggregate demand.
-    if method in ("baseline", "kk"):
-        placement_LE = identity(window.layers, window.experts)
+    given = fixed_placement or method in ("baseline", "kk")
+    if given:
+        placement_LE = current_LE if fixed_placement else identity(window.layers, window.experts)
         rank_LE = ranks_of(placement_LE, topology.ep)
     else:
         rank_LE = balanced_ranks(window.demand_LE, topology.ep)
@@ -107,7 +110,7 @@ def make_plan(
             rank_LE,
             split_to(rows.bins, problem.cells),
             bound=bound,
-            rounds=ROUNDS,
+            rounds=FIXED_PLACEMENT if fixed_placement else ROUNDS,
             meter=meter,
             threads=threads,
             seed=seed,
@@ -127,8 +130,10 @@ def make_plan(
         score = archive.score
     else:
         score = problem.measure(problem.static(rank_LE), cell_S).score
-    if method not in ("baseline", "kk"):
+    if not given:
         placement_LE = relabel(rank_LE, topology.ep, current_LE)
+    if problem.rows != rows.rows:  # a length-only layout that needed more
+        bound, bound_method = best_bound(window, topology, cost, token_cap, problem.rows)
     result = Plan(
         window=WindowKey.of(window),
         topology=msgspec.convert(topology.to_dict(), TopologyKey),
@@ -176,7 +181,7 @@ def _certificate(
         rows_method=rows.method,
         cost_lower_bound=bound,
         cost_bound_method=bound_method,
-        gap=slowest / bound - 1,
+        gap=Certificate.gap_of(slowest, bound),
     )
 
 

@@ -25,7 +25,7 @@ from routepack.seeds import Seed
 SHARE_WEIGHT = 0.5  # of the mean shard in the energy at the start; fades to the design's energy
 SPREAD_WEIGHT = 6.0  # of the squared spread of cell work at the start; fades to none
 EFFECTIVE = 0.5  # resampling keeps at least this share of the population effective
-STEPS = 60  # temperature steps
+STEPS = 24  # temperature steps of a phase
 DEBUG = False  # tests set it: recompute everything after every accepted move and compare by ==
 
 
@@ -41,11 +41,14 @@ class Archive:
     rank_LE: NDArray[np.int32]
     cell_S: NDArray[np.int32]
     score: Score
-    history: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # (budget spent, slowest shard)
+    history: list[tuple[float, float]] = field(default_factory=list)  # (budget spent, energy)
     accepted: int = 0  # moves, over all chains
     evaluated: int = 0  # moves whose loads were evaluated in full
+
+    def watch(self, energy: float) -> None:
+        """Note the progress of a running search; its layouts are offered at the end."""
+        if not self.history or energy < self.history[-1][1]:
+            self.history.append((self.meter.spent, energy))
 
     def offer(
         self,
@@ -67,7 +70,7 @@ class Archive:
         self.score, self.cell_S = score, cell_S.copy()
         if rank_LE is not None:
             self.rank_LE = rank_LE
-        self.history.append((self.meter.spent, score.slowest_shard))
+        self.watch(score.slowest_shard)
         return True
 
 
@@ -110,11 +113,13 @@ class Chain:
         return float(self.results[BEST])
 
     def copy_from(self, other: Chain) -> None:
-        """Take over another chain's layout and best, keeping the own random stream."""
+        """Take over another chain's layout, keeping the own random stream and the better best."""
         for name in State._fields:
             np.copyto(getattr(self.state, name), getattr(other.state, name))
-        self.best_S[:] = other.best_S
-        self.results[[ENERGY, BEST]] = other.results[[ENERGY, BEST]]
+        self.results[ENERGY] = other.results[ENERGY]
+        if other.best < self.best:
+            self.best_S[:] = other.best_S
+            self.results[BEST] = other.results[BEST]
 
 
 def anneal(
@@ -151,29 +156,28 @@ def anneal(
         cooler = hot * (cold / hot) ** progress
         resample(chains, 1 / cooler - 1 / temperature, rng)
         temperature = cooler
-        before = [chain.best for chain in chains]
 
         fade = 1 - progress
-        weights = (
-            TOTAL_WEIGHT + (fade * SHARE_WEIGHT / shards if shards > 1 else 0.0),
-            fade * SPREAD_WEIGHT / mean_work if width > 1 else 0.0,
-        )
+        total_weight = TOTAL_WEIGHT + (fade * SHARE_WEIGHT / shards if shards > 1 else 0.0)
+        spread_weight = fade * SPREAD_WEIGHT / mean_work if width > 1 else 0.0
 
         def step(
-            chain: Chain,
+            k: int,
             temperature: float = temperature,
-            weights: tuple[float, float] = weights,
+            total_weight: float = total_weight,
+            spread_weight: float = spread_weight,
             proposals: int = proposals,
         ) -> None:
-            chain.sweep(temperature, *weights, proposals)
+            # Every other chain goes without: the charge also keeps long samples where they are.
+            chains[k].sweep(temperature, total_weight, spread_weight * (k % 2 == 0), proposals)
 
-        list(pool.map(step, chains))
+        list(pool.map(step, range(len(chains))))
         phase.spend(proposals * len(chains))
-        for chain, old in zip(chains, before, strict=True):
-            if chain.best < old:
-                archive.offer(static, chain.best_S, chain.best)
+        archive.watch(min(chain.best for chain in chains))
         if stop is not None and stop():
             break
+    for chain in chains:
+        archive.offer(static, chain.best_S, chain.best)
     archive.accepted += int(sum(chain.results[ACCEPTED] for chain in chains))
     archive.evaluated += int(sum(chain.results[EVALUATED] for chain in chains))
 

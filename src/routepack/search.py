@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,6 @@ from routepack.population import Archive, anneal
 from routepack.problem import Problem
 from routepack.seeds import Seed, make_seeds
 
-CHAINS = 4
 SEED_ATTEMPTS = 3  # of each seed generator
 SEED_SHARE = 0.08  # of a budget in seconds, after which no more seeds are made
 PACK, PLACE, SEEDS = 1, 2, 3  # streams of random numbers
@@ -33,15 +31,16 @@ class Round(NamedTuple):
     hot: float
     cold: float
     place_until: float
+    chains: int
 
 
 ROUNDS = (
-    Round(0.25, 0.08, 0.004, 0.40),
-    Round(0.55, 0.02, 0.002, 0.68),
-    Round(0.80, 0.01, 0.001, 0.90),
-    Round(1.00, 0.004, 0.0005, 1.00),
+    Round(0.25, 0.08, 0.004, 0.40, 4),
+    Round(0.55, 0.02, 0.002, 0.68, 2),
+    Round(0.80, 0.01, 0.001, 0.90, 2),
+    Round(1.00, 0.004, 0.0005, 1.00, 2),
 )
-FIXED_PLACEMENT = (Round(1.0, 0.08, 0.001, 1.0),)
+FIXED_PLACEMENT = (Round(1.0, 0.08, 0.001, 1.0, 4),)
 
 
 def search(
@@ -60,18 +59,25 @@ def search(
     static = problem.static(rank_LE)
     rng = np.random.default_rng([seed, SEEDS])
     first = make_seeds(
-        problem, static, packed_bins, CHAINS, rng, SEED_ATTEMPTS, lambda: meter.spent > SEED_SHARE
+        problem,
+        static,
+        packed_bins,
+        rounds[0].chains,
+        rng,
+        SEED_ATTEMPTS,
+        lambda: meter.spent > SEED_SHARE,
     )
     scores = [problem.measure(static, s.cell_S).score for s in first]
     lead = min(range(len(first)), key=lambda k: scores[k].key)
     archive = Archive(problem, meter, rank_LE, first[lead].cell_S, scores[lead])
     seeds = first
-    unit = bound / problem.window.samples
+    unit = (bound or 1.0) / problem.window.samples  # a bound of 0: nothing costs anything
     with ThreadPoolExecutor(threads) as pool:
-        for k, (pack_until, hot, cold, place_until) in enumerate(rounds):
+        for k, (pack_until, hot, cold, place_until, chains) in enumerate(rounds):
             if stop is not None and stop():
                 break
             phase = Phase(meter, pack_until)
+            seeds = [seeds[n % len(seeds)] for n in range(chains)]
             anneal(
                 problem, static, seeds, archive, phase, hot=hot * unit, cold=cold * unit,
                 stream=(seed, PACK, k), pool=pool, stop=stop,
@@ -86,7 +92,7 @@ def search(
                     pool,
                 )
             energy = problem.measure(static, archive.cell_S).energy
-            seeds = [replace(s, cell_S=archive.cell_S, energy=energy) for s in seeds]
+            seeds = [Seed(archive.cell_S, "archive", energy)]
     return archive, first
 
 

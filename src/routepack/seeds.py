@@ -54,13 +54,16 @@ def make_seeds(
         *_generate(problem, static, rng, attempts, enough),
     ]
     seeds: dict[bytes, Seed] = {}
+    keys: dict[bytes, tuple[float, float, float]] = {}
     for generator, cell_S in candidates:
         if problem.fits(cell_S):
             cell_S = canonical(problem, cell_S)
             key = cell_S.tobytes()
             if key not in seeds:
-                seeds[key] = Seed(cell_S, generator, problem.measure(static, cell_S).energy)
-    ranked = sorted(seeds.values(), key=lambda seed: seed.energy)
+                measured = problem.measure(static, cell_S)
+                seeds[key] = Seed(cell_S, generator, measured.energy)
+                keys[key] = measured.score.key
+    ranked = [seeds[key] for key in sorted(seeds, key=lambda key: keys[key])]
     good = [seed for seed in ranked if seed.energy <= GATE * ranked[0].energy]
     chosen = diverse(problem, static, good, count)
     return [chosen[k % len(chosen)] for k in range(count)]

@@ -30,6 +30,8 @@ class Window:
     group_S      prompt of each sample, or None
     moe_layers   index in the model of each MoE layer; default 0..L-1
 
+    The window keeps a read-only view of the demand it is given, not a copy: leave that alone.
+
     Raises InputError, one line that names field, index, value and what was expected.
     """
 

@@ -8,17 +8,13 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from routepack.kernels.jit import kernel
+from routepack.kernels.jit import PerLoad, kernel
 
 _READ_U16 = types.Array(types.uint16, 3, "C", readonly=True)
 _READ_U32 = types.Array(types.uint32, 3, "C", readonly=True)
 
 
-@kernel(
-    types.void(_READ_U16, types.int32[:, ::1], types.int32[:, :, ::1]),
-    types.void(_READ_U32, types.int32[:, ::1], types.int32[:, :, ::1]),
-)
-def _place(demand_SLE, rank_LE, placed_SRL):  # type: ignore[no-untyped-def]
+def _place(placed_SRL, demand_SLE, rank_LE):  # type: ignore[no-untyped-def]
     samples, layers, experts = demand_SLE.shape
     for s in range(samples):
         for layer in range(layers):
@@ -26,14 +22,23 @@ def _place(demand_SLE, rank_LE, placed_SRL):  # type: ignore[no-untyped-def]
                 placed_SRL[s, rank_LE[layer, e], layer] += demand_SLE[s, layer, e]
 
 
+_place_u16 = PerLoad(
+    _place, lambda load: types.void(load[:, :, ::1], _READ_U16, types.int32[:, ::1])
+)
+_place_u32 = PerLoad(
+    _place, lambda load: types.void(load[:, :, ::1], _READ_U32, types.int32[:, ::1])
+)
+
+
 def place_demand(
     demand_SLE: NDArray[Any], rank_LE: NDArray[np.int32], ranks: int, load: Any
 ) -> NDArray[Any]:
     """Routed tokens of each sample on each EP rank [S+1, R, L]; the last sample is all zero."""
     samples, layers, _ = demand_SLE.shape
-    placed_SRL = np.zeros((samples + 1, ranks, layers), np.int32)
-    _place(demand_SLE, rank_LE, placed_SRL)
-    return placed_SRL.astype(load, copy=False)
+    placed_SRL = np.zeros((samples + 1, ranks, layers), load)
+    place = _place_u16 if demand_SLE.dtype == np.uint16 else _place_u32
+    place(placed_SRL, demand_SLE, rank_LE)
+    return placed_SRL
 
 
 @kernel("void(int64[:,::1], int64, int32[:,::1])")
@@ -63,8 +68,8 @@ def swap_descent(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
     """Swap experts between two ranks while that brings their loads nearer to each other.
 
     Pair of ranks by pair of ranks, in order, the swap that leaves them nearest is made, until no
-    pair has one. A swap that lowers the larger load of two ranks is one of these, so at the end none
-    does. It ends, since the sum of squared loads falls each time.
+    pair has one. A swap that lowers the larger load of two ranks is one of these, so at the end
+    none does. It ends, since the sum of squared loads falls each time.
     """
     layers, experts = demand_LE.shape
     per_rank = experts // ranks

@@ -109,8 +109,8 @@ def attention_after(static, state, b, x, out, into, y):  # type: ignore[no-untyp
 def busiest_after(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
     """Sums over layers of the busiest ranks of groups x and y after they exchange i and j.
 
-    Both at once, since both need the loads of the same two samples; ranks are taken eight at a time,
-    which keeps the maxima in registers, then the rest.
+    Both at once, since both need the loads of the same two samples; ranks are taken eight at a
+    time, which keeps the maxima in registers, then the rest.
     """
     x_RL, y_RL = state.load_BRL[x], state.load_BRL[y]
     i_RL, j_RL = routed(static, state, i), routed(static, state, j)
@@ -183,7 +183,7 @@ def bundle(static, state, k, c, s, size, bits):  # type: ignore[no-untyped-def]
         state.tokens2_TS[t, index] = 0
     count = state.count_c[c]
     first = state.position_S[s]
-    stride = 1 + high(bits, count - 1) if size < count else 1  # neighbours in no fixed order
+    stride = 1 + low(bits, count - 1) if size < count else 1  # neighbours in no fixed order
     for n in range(size):
         member = state.members_ck[c, (first + n * stride) % count]
         state.bundle_kn[k, n] = member
@@ -282,6 +282,8 @@ def apply(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
     for side in range(2):  # a loop, so that the parts are compiled once
         b, c, out, into = (by, y, j, i) if side else (bx, x, i, j)
         refresh_cell(static, state, c)
+        if side == 0 and bx == by:
+            continue  # one group, refreshed once both cells are
         refresh_attention(static, state, b)
         if bx != by:
             shift(static, state, b, out, into)
