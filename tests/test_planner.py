@@ -524,3 +524,12 @@ def test_ranks_of_a_plan_are_those_scored() -> None:
     bins = [cell for row in plan.rows for cell in row]
     measured = instance.problem.measure(static, instance.problem.from_bins(bins))
     assert measured.score == plan.score
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1e-4, 2e-3])
+def test_a_deadline_that_is_over_before_the_search(seconds: float) -> None:
+    """Whatever is left when the search starts, also less than nothing, a plan comes back."""
+    window = Window(np.full(16, 3), np.full((16, 2, 4), 3), 4)
+    topology = Topology.of(dp=2, ep=2)
+    plan = make(window, topology, token_cap=9, budget=Budget(seconds=seconds), threads=1)
+    assert verify(window, plan) == []

@@ -158,7 +158,7 @@ def test_every_generator_contributes() -> None:
     )  # fmt: skip
     generators = {s.generator for s in seeds_of(instance, 1000, 0, attempts=8)}
     assert generators == {
-        "rows", "balanced", "WindowShuffle", "RandomizedBestFit", "EDPAwarePair"
+        "rows", "first-fit", "balanced", "WindowShuffle", "RandomizedBestFit", "EDPAwarePair"
     }  # fmt: skip
 
 

@@ -93,7 +93,8 @@ class Phase:
         if budget is not None:
             whole = round((self.until - self.start) * budget)
             return min((whole - self.evaluations) // workers, max(1, whole // (workers * steps)))
-        left = (self.until - self.meter.spent) * self.meter.search_seconds
+        # what came before the search may have passed the deadline: then no seconds are left
+        left = (self.until - self.meter.spent) * max(0.0, self.meter.search_seconds)
         if left <= LEAST_SECONDS:
             return 0
         self.step_started = time.perf_counter()

@@ -29,12 +29,26 @@ def karmarkar_karp_layout(problem: Problem) -> tuple[Problem, NDArray[np.int32]]
     """
     while True:
         problem.require_samples("Karmarkar-Karp")
-        cell_S = karmarkar_karp(problem.work_S, problem.cells)
-        if not problem.fits(cell_S):
-            cell_S = lightest_layout(problem, np.argsort(-problem.work_S, kind="stable"))
-        if problem.fits(cell_S):
-            return problem, heaviest_first(problem, cell_S)
+        cell_S = karmarkar_karp_cells(problem)
+        if cell_S is not None:
+            return problem, cell_S
         problem = problem.with_rows(problem.rows + 1)
+
+
+def karmarkar_karp_cells(problem: Problem) -> NDArray[np.int32] | None:
+    """The same at the problem's own rows, or None where they do not hold it."""
+    cell_S = karmarkar_karp(problem.work_S, problem.cells)
+    if not problem.fits(cell_S):
+        cell_S = lightest_layout(problem, np.argsort(-problem.work_S, kind="stable"))
+    return heaviest_first(problem, cell_S) if problem.fits(cell_S) else None
+
+
+def ffd_cells(problem: Problem) -> NDArray[np.int32] | None:
+    """First-fit decreasing at the problem's own rows, or None where they do not hold it."""
+    bins = ffd_bins(problem.window.lengths_S, problem.token_cap)
+    if len(bins) > problem.cells or problem.cells > problem.window.samples:
+        return None
+    return problem.from_bins(split_to(bins, problem.cells))
 
 
 def lightest_layout(problem: Problem, order_S: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -13,6 +13,7 @@ from routepack.budget import Phase
 from routepack.kernels.placing import longest_first, swap_descent
 from routepack.kernels.rng import stream_key
 from routepack.kernels.rowaware import anneal_layers, group_demand
+from routepack.parallel import over_slices
 
 PLACEMENT_START = 0.2  # starting temperature, in mean excesses of a busiest rank over the mean
 PLACEMENT_COOLING = 60.0
@@ -35,12 +36,16 @@ def balanced_placement(
     return relabel(balanced_ranks(demand_LE, ranks), ranks, current_LE)
 
 
-def balanced_ranks(demand_LE: NDArray[np.int64], ranks: int) -> NDArray[np.int32]:
+def balanced_ranks(demand_LE: NDArray[np.int64], ranks: int, threads: int = 1) -> NDArray[np.int32]:
     """EP rank [L, E] of each expert that balances the aggregate demand (LPT, swap descent)."""
     rank_LE = np.empty(demand_LE.shape, np.int32)
     demand_LE = np.ascontiguousarray(demand_LE)
-    longest_first(demand_LE, ranks, rank_LE)
-    swap_descent(demand_LE, ranks, rank_LE)
+
+    def balance(layers: slice) -> None:
+        longest_first(demand_LE[layers], ranks, rank_LE[layers])
+        swap_descent(demand_LE[layers], ranks, rank_LE[layers])
+
+    over_slices(len(demand_LE), threads, balance)
     return rank_LE
 
 

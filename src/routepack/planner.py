@@ -91,7 +91,7 @@ def make_plan(
         placement_LE = current_LE if fixed_placement else identity(window.layers, window.experts)
         rank_LE = ranks_of(placement_LE, topology.ep)
     else:
-        rank_LE = balanced_ranks(window.demand_LE, topology.ep)
+        rank_LE = balanced_ranks(window.demand_LE, topology.ep, threads)
     clock.lap("placement")
 
     # 3. and 4. Seeds, population annealing and row-aware placement, or a trainer's own layout.
@@ -129,7 +129,7 @@ def make_plan(
     if method == "routepack":
         score = archive.score
     else:
-        score = problem.measure(problem.static(rank_LE), cell_S).score
+        score = problem.measure(problem.static(rank_LE, threads), cell_S).score
     if not given:
         placement_LE = relabel(rank_LE, topology.ep, current_LE)
     if problem.rows != rows.rows:  # a length-only layout that needed more

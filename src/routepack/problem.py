@@ -23,6 +23,7 @@ from routepack.kernels.layout import (
 )
 from routepack.kernels.placing import place_demand
 from routepack.objective import score_rows
+from routepack.parallel import over_slices
 from routepack.plan import Score
 from routepack.topology import Topology
 from routepack.window import Window
@@ -79,7 +80,7 @@ class Problem:
         """DP rank of each cell of a row: shards one after another."""
         return tuple(d for group in self.topology.groups for d in group)
 
-    def static(self, rank_LE: NDArray[np.int32]) -> Static:
+    def static(self, rank_LE: NDArray[np.int32], threads: int = 1) -> Static:
         """The arrays of a search under one placement, given as the EP rank of each expert."""
         cost = self.cost
         lengths_S = self.window.lengths_S
@@ -87,12 +88,21 @@ class Problem:
         by_length_S = np.argsort(-lengths_S, kind="stable").astype(np.int32)
         length_rank_S = np.empty(samples, np.int32)
         length_rank_S[by_length_S] = np.arange(samples, dtype=np.int32)
-        placed_SRL = place_demand(self.window.demand_SLE, rank_LE, self.topology.ep, self.load)
+        demand_SLE = self.window.demand_SLE
+        placed_SRL = np.zeros((samples + 1, self.topology.ep, self.window.layers), self.load)
+        placed_LRS = np.empty(placed_SRL.shape[::-1], self.load)
+        placed_LRS[:, :, samples] = 0
+
+        def place(part: slice) -> None:
+            place_demand(placed_SRL[part], demand_SLE[part], rank_LE)
+            placed_LRS[:, :, part] = placed_SRL[part].transpose(2, 1, 0)
+
+        over_slices(samples, threads, place)
         return Static(
             length_S=np.append(lengths_S, 0),
             tokens2_TS=np.pad(cost.quadratic_tokens_TS, ((0, 0), (0, 1))),
             placed_SRL=placed_SRL,
-            placed_LRS=np.ascontiguousarray(placed_SRL.transpose(2, 1, 0)),
+            placed_LRS=placed_LRS,
             by_length_S=by_length_S,
             length_rank_S=length_rank_S,
             linear_T=np.ascontiguousarray(cost.linear_T),

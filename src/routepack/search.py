@@ -56,7 +56,7 @@ def search(
     stop: Callable[[], bool] | None = None,
 ) -> tuple[Archive, list[Seed]]:
     """The best placed layout found in the budget, and the seeds it came from."""
-    static = problem.static(rank_LE)
+    static = problem.static(rank_LE, threads)
     rng = np.random.default_rng([seed, SEEDS])
     first = make_seeds(
         problem,
@@ -76,21 +76,16 @@ def search(
         for k, (pack_until, hot, cold, place_until, chains) in enumerate(rounds):
             if stop is not None and stop():
                 break
-            phase = Phase(meter, pack_until)
             seeds = [seeds[n % len(seeds)] for n in range(chains)]
-            anneal(
-                problem, static, seeds, archive, phase, hot=hot * unit, cold=cold * unit,
-                stream=(seed, PACK, k), pool=pool, stop=stop,
-            )  # fmt: skip
-            if place_until > pack_until and (stop is None or not stop()):
-                static = _place(
-                    problem,
-                    static,
-                    archive,
-                    Phase(meter, place_until),
-                    (seed, PLACE, k),
-                    pool,
-                )
+            phase = Phase(meter, pack_until)
+            if phase.start < pack_until:  # else a deadline has passed, and setting up costs time
+                anneal(
+                    problem, static, seeds, archive, phase, hot=hot * unit, cold=cold * unit,
+                    stream=(seed, PACK, k), pool=pool, stop=stop,
+                )  # fmt: skip
+            phase = Phase(meter, place_until)
+            if phase.start < place_until > pack_until and (stop is None or not stop()):
+                static = _place(problem, static, archive, phase, (seed, PLACE, k), pool)
             energy = problem.measure(static, archive.cell_S).energy
             seeds = [Seed(archive.cell_S, "archive", energy)]
     return archive, first
@@ -117,7 +112,7 @@ def _place(
         stream,
         pool,
     )
-    candidate = problem.static(rank_LE)
+    candidate = problem.static(rank_LE, pool._max_workers)
     if archive.offer(candidate, archive.cell_S, 0.0, rank_LE):
         return candidate
     return static

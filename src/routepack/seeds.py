@@ -16,9 +16,10 @@ from routepack.kernels.layout import Static
 from routepack.kernels.packing import best_fit, first_fit
 from routepack.kernels.seeding import least_increase
 from routepack.layouts import (
+    ffd_cells,
     fill_empty,
     heaviest_first,
-    karmarkar_karp,
+    karmarkar_karp_cells,
     lightest_layout,
 )
 from routepack.problem import Problem
@@ -50,7 +51,7 @@ def make_seeds(
     `enough` is asked between generators whether to make do with the seeds there are.
     """
     candidates = [
-        ("rows", problem.from_bins(packed_bins)),
+        *_given(problem, packed_bins),
         *_generate(problem, static, rng, attempts, enough),
     ]
     seeds: dict[bytes, Seed] = {}
@@ -67,6 +68,17 @@ def make_seeds(
     good = [seed for seed in ranked if seed.energy <= GATE * ranked[0].energy]
     chosen = diverse(problem, static, good, count)
     return [chosen[k % len(chosen)] for k in range(count)]
+
+
+def _given(
+    problem: Problem, packed_bins: Sequence[Sequence[int]]
+) -> Iterator[tuple[str, NDArray[np.int32]]]:
+    """What certifies the rows, then the layouts of `reorder` and `reorder-kk`: none is worse."""
+    yield "rows", problem.from_bins(packed_bins)
+    for generator, layout in (("first-fit", ffd_cells), ("balanced", karmarkar_karp_cells)):
+        cell_S = layout(problem)
+        if cell_S is not None:
+            yield generator, cell_S
 
 
 def _generate(
@@ -87,9 +99,7 @@ def _generate(
             return
         yield "WindowShuffle", _opened(problem, first_fit(order_S, lengths_S, cap, cells))
         yield "RandomizedBestFit", _opened(problem, best_fit(order_S, lengths_S, cap, cells))
-        if attempt == 0:
-            yield "balanced", heaviest_first(problem, karmarkar_karp(problem.work_S, cells))
-        else:
+        if attempt:
             yield "balanced", _lightest(problem, order_S)
         if enough():
             return

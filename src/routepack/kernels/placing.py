@@ -31,14 +31,11 @@ _place_u32 = PerLoad(
 
 
 def place_demand(
-    demand_SLE: NDArray[Any], rank_LE: NDArray[np.int32], ranks: int, load: Any
-) -> NDArray[Any]:
-    """Routed tokens of each sample on each EP rank [S+1, R, L]; the last sample is all zero."""
-    samples, layers, _ = demand_SLE.shape
-    placed_SRL = np.zeros((samples + 1, ranks, layers), load)
+    placed_SRL: NDArray[Any], demand_SLE: NDArray[Any], rank_LE: NDArray[np.int32]
+) -> None:
+    """Add the routed tokens of each sample on each EP rank to placed_SRL."""
     place = _place_u16 if demand_SLE.dtype == np.uint16 else _place_u32
     place(placed_SRL, demand_SLE, rank_LE)
-    return placed_SRL
 
 
 @kernel("void(int64[:,::1], int64, int32[:,::1])")
