@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 import routepack
 from routepack.bounds import analytic_bound
+from routepack.kernels.evaluation import energy, evaluate
 from routepack.kernels.layout import (
     TOTAL_WEIGHT,
     WORST_ROW_WEIGHT,
@@ -36,7 +37,6 @@ from routepack.kernels.layout import (
     state_type,
     static_type,
 )
-from routepack.kernels.sweep import energy, evaluate
 from routepack.placement import ranks_of
 from routepack.problem import Problem
 

@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
-from routepack.kernels import rng, sweep
+from routepack.kernels import evaluation, moves, rng
 from routepack.kernels.layout import State, Static, state_type, static_type
 
 Words = NDArray[np.uint64]  # [N, 2]
@@ -40,17 +40,17 @@ def _try_moves(  # type: ignore[no-untyped-def]
     cells_N2, energy_N, full_N, spread_N, applied_N,
 ):  # fmt: skip
     for n in range(len(words_N2)):
-        x, y, i, j = sweep.propose(static, state, words_N2[n, 0], words_N2[n, 1])
+        x, y, i, j = moves.propose(static, state, words_N2[n, 0], words_N2[n, 1])
         cells_N2[n, 0], cells_N2[n, 1] = x, y
         if x < 0:
             continue
-        spread_N[n] = sweep.spread_change(static, state, x, y, i, j)
-        energy_N[n], full_N[n] = sweep.evaluate(
+        spread_N[n] = evaluation.spread_change(static, state, x, y, i, j)
+        energy_N[n], full_N[n] = evaluation.evaluate(
             static, state, x, y, i, j, total_weight, limit_N[n], early
         )
         if carry_out:
-            sweep.apply(static, state, x, y, i, j)
-            applied_N[n] = sweep.energy(state, total_weight)
+            moves.apply(static, state, x, y, i, j)
+            applied_N[n] = evaluation.energy(state, total_weight)
 
 
 def _draw_many(key, first, bits_N):  # type: ignore[no-untyped-def]

@@ -231,8 +231,8 @@ def test_stages_and_shards_enter_as_means() -> None:
         ([4, 4, 1, 1, 1, 1], 2, 6),  # balance
         ([9, 1, 1], 3, 9),  # the hottest alone
         ([7, 6, 5, 4, 3, 2, 1, 0], 1, 28),  # one rank holds all
-        ([10, 10, 4, 4, 4, 4, 3, 2, 1], 3, 15),  # the hot two apart: 20 and the coolest four
-        ([9, 9, 9, 4, 1, 1, 1, 1], 4, 10),  # the hot three apart: (27 + 3) / 3
+        ([10, 10, 4, 4, 4, 4, 3, 2, 1], 3, 15),  # 20 and the coolest four, by 2
+        ([9, 9, 9, 4, 1, 1, 1, 1], 4, 10),  # (27 + 3) / 3
         ([10, 10, 10, 2, 2, 2], 2, 22),  # three hot ones, two ranks
         ([3, 2, 2], 1, 7),
     ],
@@ -268,6 +268,10 @@ def test_no_placement_is_below_its_floor(sizes: tuple[int, int], counts: list[in
         ([3, 2, 2, 2, 1], 4, 2, 9 + 4),
         # {9}, then nothing fits beside 8: the shortest has 3. {4, 3, 3} beside {4, 3, 3}.
         ([9, 8, 4, 4, 3, 3, 3, 3], 4, 2, 81 + 34),
+        # {3}, {2, 2}, then {1}, {1}: two of 2 may share a cell, so no second group is above 1.
+        ([3, 2, 2, 1, 1], 4, 2, 9 + 1),
+        # {8}, {5, 5}, then {1}, {1}: 5 and 5 fill a cell, so they do not exclude each other.
+        ([8, 5, 5, 1, 1], 4, 2, 64 + 1),
         # Nothing to lift: {5, 5}, {5, 5}.
         ([5, 5, 5, 5], 2, 2, 50),
     ],

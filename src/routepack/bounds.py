@@ -64,32 +64,28 @@ def attention_lift_of_stages(
 def placement_floor_L(demand_LE: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
     """Routed tokens of the busiest rank under any placement, per layer: balance and pigeonholes.
 
-    Every rank holds n = E/R experts.
+    Every rank holds n = E/R experts, so r ranks with the k hottest hold beside them at least the
+    r*n - k coolest; the busiest of them has at least their mean.
 
-    1. Of the k*R + 1 hottest experts some rank holds k + 1, so at least the k + 1 coolest of those,
-       and beside them at least the n - k - 1 coolest of all. With k = 0 this is the hottest expert
-       in the company of the coolest.
-    2. The k hottest are either on k ranks, which hold at least the k*(n - 1) coolest beside them,
-       the busiest no less than the mean of the k; or two of them, at least the two coolest of the
-       k, share a rank, beside at least the n - 2 coolest of all.
+    1. Let the k hottest lie on r <= k ranks. r = k gives the floor. A smaller r drops the hottest
+       of the k*n - k coolest; if that lowers the mean, one of them is above it, and so are all the
+       experts that are neither hottest nor coolest: the floor for r = k is then no more than
+       balance. With k = 1 this is the hottest expert in the company of the coolest.
+    2. Of the k*R + 1 hottest some rank holds k + 1, at least the coolest k + 1 of them.
     """
     experts = demand_LE.shape[1]
     per_rank = experts // ranks
-    falling_LE = -np.sort(-demand_LE, axis=1)
-    sums_LE = np.pad(np.cumsum(falling_LE, axis=1), ((0, 0), (1, 0)))  # of the e hottest
+    sums_LE = np.cumsum(-np.sort(-demand_LE, axis=1), axis=1)
+    sums_LE = np.pad(sums_LE, ((0, 0), (1, 0)))  # of the e hottest
     total_L = sums_LE[:, -1]
     floor_L = -(-total_L // ranks)
-    for k in range(per_rank):
+    for k in range(1, ranks):
+        cool_L = total_L - sums_LE[:, experts - k * (per_rank - 1)]
+        floor_L = np.maximum(floor_L, -(-(sums_LE[:, k] + cool_L) // k))
+    for k in range(1, per_rank):
         hot_L = sums_LE[:, k * ranks + 1] - sums_LE[:, k * ranks - k]
         cool_L = total_L - sums_LE[:, experts - (per_rank - k - 1)]
         floor_L = np.maximum(floor_L, hot_L + cool_L)
-    if per_rank > 1:
-        for k in range(2, ranks + 1):
-            cool_L = total_L - sums_LE[:, experts - k * (per_rank - 1)]
-            apart_L = -(-(sums_LE[:, k] + cool_L) // k)
-            cool_L = total_L - sums_LE[:, experts - (per_rank - 2)]
-            together_L = sums_LE[:, k] - sums_LE[:, k - 2] + cool_L
-            floor_L = np.maximum(floor_L, np.minimum(apart_L, together_L))
     return np.asarray(floor_L)
 
 

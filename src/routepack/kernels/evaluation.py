@@ -1,0 +1,160 @@
+"""What a move costs, exactly, or a bound that is enough to reject it.
+
+Evaluation stops as soon as a lower bound passes the threshold; the result is that of a full
+evaluation: the busiest rank of every layer after a move is at least what its old busiest rank then
+carries.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from routepack.kernels.jit import inlined
+from routepack.kernels.layout import WORST_ROW_WEIGHT, routed
+from routepack.kernels.moves import fill_bundle, sum_peaks
+
+
+@inlined
+def energy(state, total_weight):  # type: ignore[no-untyped-def]
+    """max U + total_weight * sum U + 1e-9 * max J."""
+    slowest, total, worst = 0.0, 0.0, 0.0
+    for g in range(len(state.shard_G)):
+        total += state.shard_G[g]
+        slowest = max(slowest, state.shard_G[g])
+    for b in range(len(state.cost_B)):
+        worst = max(worst, state.cost_B[b])
+    return slowest + total_weight * total + WORST_ROW_WEIGHT * worst
+
+
+@inlined
+def energy_after(static, state, total_weight, x, cost_x, y, cost_y, exact):  # type: ignore[no-untyped-def]
+    """The energy with other costs for groups x and y; not exact: leaves out the other groups' J."""
+    shards = len(state.shard_G)
+    slowest, total = 0.0, 0.0
+    for g in range(shards):
+        u = state.shard_G[g]
+        if g == static.shard_B[x]:
+            u += cost_x - state.cost_B[x]
+        if g == static.shard_B[y] and y != x:
+            u += cost_y - state.cost_B[y]
+        total += u
+        slowest = u if u > slowest else slowest
+    worst = cost_x if cost_x > cost_y else cost_y
+    if exact:
+        for b in range(len(state.cost_B)):
+            cost = state.cost_B[b]
+            worst = cost if b != x and b != y and cost > worst else worst
+    return slowest + total_weight * total + WORST_ROW_WEIGHT * worst
+
+
+@inlined
+def cell_work(static, state, t, c, out, into):  # type: ignore[no-untyped-def]
+    """Attention work of cell c at stage t without sample `out` and with sample `into`."""
+    tokens = state.tokens_c[c] - state.length_S[out] + state.length_S[into]
+    tokens2 = state.tokens2_Tc[t, c] - state.tokens2_TS[t, out] + state.tokens2_TS[t, into]
+    return static.linear_T[t] * tokens + static.quadratic_T[t] * tokens2
+
+
+@inlined
+def attention_after(static, state, b, x, out, into, y):  # type: ignore[no-untyped-def]
+    """A of group b after cell x exchanges out for into, and cell y (if in b) into for out."""
+    total = 0.0
+    for t in range(len(static.linear_T)):
+        largest = 0.0
+        for k in range(state.top_BTk.shape[2]):
+            cell = state.top_cell_BTk[b, t, k]
+            if cell != x and cell != y:
+                largest = state.top_BTk[b, t, k]
+                break
+        largest = max(largest, cell_work(static, state, t, x, out, into))
+        if y >= 0 and static.group_c[y] == b:
+            largest = max(largest, cell_work(static, state, t, y, into, out))
+        total += largest
+    return total
+
+
+@inlined
+def busiest_after(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
+    """Sums over layers of the busiest ranks of groups x and y after they exchange i and j.
+
+    Both at once, since both need the loads of the same two samples; ranks are taken eight at a
+    time, which keeps the maxima in registers, then the rest.
+    """
+    x_RL, y_RL = state.load_BRL[x], state.load_BRL[y]
+    i_RL, j_RL = routed(static, state, i), routed(static, state, j)
+    peak_x_L, peak_y_L = state.peak_L, state.other_peak_L
+    ranks, layers = x_RL.shape
+    number = peak_x_L.dtype.type  # int32 stays int32: numba widens the arithmetic otherwise
+    for layer in range(layers):
+        peak_x_L[layer] = peak_y_L[layer] = 0
+    for r in range(0, ranks - 7, 8):
+        for layer in range(layers):
+            peak_x, peak_y = peak_x_L[layer], peak_y_L[layer]
+            for k in range(r, r + 8):  # unrolled by the compiler
+                moved = number(j_RL[k, layer] - i_RL[k, layer])
+                load_x, load_y = number(x_RL[k, layer] + moved), number(y_RL[k, layer] - moved)
+                peak_x = load_x if load_x > peak_x else peak_x
+                peak_y = load_y if load_y > peak_y else peak_y
+            peak_x_L[layer], peak_y_L[layer] = peak_x, peak_y
+    for r in range(ranks - ranks % 8, ranks):
+        for layer in range(layers):
+            moved = number(j_RL[r, layer] - i_RL[r, layer])
+            load_x, load_y = number(x_RL[r, layer] + moved), number(y_RL[r, layer] - moved)
+            peak_x_L[layer] = load_x if load_x > peak_x_L[layer] else peak_x_L[layer]
+            peak_y_L[layer] = load_y if load_y > peak_y_L[layer] else peak_y_L[layer]
+    total_x, total_y = np.int64(0), np.int64(0)
+    for layer in range(layers):
+        total_x += peak_x_L[layer]
+        total_y += peak_y_L[layer]
+    return total_x, total_y
+
+
+@inlined
+def spread_change(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
+    """Change, by a move, of the squared deviation of cells from the mean cell of their group."""
+    bx, by = static.group_c[x], static.group_c[y]
+    change = 0.0
+    for t in range(len(static.linear_T)):
+        before_x, before_y = state.work_Tc[t, x], state.work_Tc[t, y]
+        after_x = cell_work(static, state, t, x, i, j)
+        after_y = cell_work(static, state, t, y, j, i)
+        change += after_x * after_x - before_x * before_x + after_y * after_y - before_y * before_y
+        if bx != by:
+            total_x, total_y = state.work_BT[bx, t], state.work_BT[by, t]
+            moved = after_x - before_x
+            change -= moved * (2.0 * (total_x - total_y) + 2.0 * moved) / static.width
+    return change
+
+
+@inlined
+def evaluate(static, state, x, y, i, j, total_weight, limit, early):  # type: ignore[no-untyped-def]
+    """The energy after a move, or a lower bound of it as soon as that passes `limit`.
+
+    Returns (energy, whether the loads were evaluated in full).
+    """
+    bx, by = static.group_c[x], static.group_c[y]
+    if bx == by:
+        cost = attention_after(static, state, bx, x, i, j, y) + static.expert * state.busiest_B[bx]
+        return energy_after(static, state, total_weight, bx, cost, bx, cost, True), False
+    null = len(static.length_S) - 1
+    for moving in (i, j):
+        if moving > null:
+            sum_peaks(static, state, moving - null - 1, bx)
+            sum_peaks(static, state, moving - null - 1, by)
+    attention_x = attention_after(static, state, bx, x, i, j, np.int64(-1))
+    attention_y = attention_after(static, state, by, y, j, i, np.int64(-1))
+    least_x = state.busiest_B[bx] + (state.peak_BS[bx, j] - state.peak_BS[bx, i])
+    least_y = state.busiest_B[by] + (state.peak_BS[by, i] - state.peak_BS[by, j])
+    cost_x = attention_x + static.expert * least_x
+    cost_y = attention_y + static.expert * least_y
+    if early:
+        least = energy_after(static, state, total_weight, bx, cost_x, by, cost_y, False)
+        if least > limit:
+            return least, False
+    for moving in (i, j):
+        if moving > null:
+            fill_bundle(static, state, moving - null - 1)
+    busiest_x, busiest_y = busiest_after(static, state, bx, by, i, j)
+    cost_x = attention_x + static.expert * busiest_x
+    cost_y = attention_y + static.expert * busiest_y
+    return energy_after(static, state, total_weight, bx, cost_x, by, cost_y, True), True
