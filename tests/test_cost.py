@@ -238,3 +238,17 @@ def test_normalised_totals(instance: Instance) -> None:
     if window.demand_LE.any():
         expert = cost.expert * window.demand_LE.sum() / (topology.ep * topology.edp)
         assert expert == pytest.approx(model.expert, rel=1e-12)
+
+
+def test_numbers_of_numpy_and_integers_make_the_same_plan_bytes() -> None:
+    values = (model.attention[0].linear, model.attention[0].quadratic, model.expert)
+    assert [type(value) for value in values] == [float] * 3
+    model = CostModel((AttentionStage("a", np.float32(2), 1),), np.int64(1))
+    assert [type(x) for x in (model.attention[0].linear, model.attention[0].quadratic)] == [
+        float
+    ] * 2
+    assert model == CostModel((AttentionStage("a", 2.0, 1.0),), 1.0)
+    for value in (True, "1", None):
+        with pytest.raises(InputError) as error:
+            AttentionStage("a", value, 1.0)  # type: ignore[arg-type]  # the point of the test
+        assert str(error.value) == f"attention.linear = {value!r}: expected a number"

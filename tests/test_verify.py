@@ -231,10 +231,23 @@ def test_a_bad_topology_is_named(window: Window, plan: Plan) -> None:
     """EP ranks that do not divide the experts, and DP ranks of which there are too many."""
     edited = replace(plan, topology=replace(plan.topology, ep=3))
     assert verify(window, edited) == ["topology.ep = 3: expected a divisor of 4 experts"]
-    lines = verify(window, replace(plan, topology=replace(plan.topology, dp=10**12)))
-    assert lines[-1] == f"topology.dp = {10**12}: expected at most 8 samples"
+    lines = verify(window, replace(plan, topology=replace(plan.topology, dp=9)))
+    assert lines[-1] == "topology.dp = 9: expected at most 8 samples"
+    for name in ("dp", "pp"):
+        lines = verify(window, replace(plan, topology=replace(plan.topology, **{name: 2**62})))
+        assert lines[-1] == f"{name} = {2**62}: expected an integer in 1..4194304"
     lines = verify(window, replace(plan, topology=replace(plan.topology, edp=3)))
     assert lines == ["edp = 3: expected a divisor of dp = 2"]
+
+
+def test_numbers_out_of_range_are_named(window: Window, plan: Plan) -> None:
+    """What cannot be recomputed has to be in range at least."""
+    edited = replace(plan, token_cap=10**30, search=replace(plan.search, seed=-1, chains=2**70))
+    assert verify(window, edited) == [
+        f"token_cap = {10**30}: expected a whole number in 1..2^63-1",
+        "search.seed = -1: expected a whole number in 0..2^63-1",
+        f"search.chains = {2**70}: expected a whole number in 0..2^63-1",
+    ]
 
 
 def test_all_that_is_broken_is_listed(window: Window, plan: Plan) -> None:

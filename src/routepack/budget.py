@@ -6,6 +6,8 @@ import math
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from routepack.errors import InputError
 
 FIRST_SWEEP = 1_000  # proposals from which the speed of a phase is measured
@@ -27,13 +29,18 @@ class Budget:
     def __post_init__(self) -> None:
         if (self.seconds is None) == (self.evaluations is None):
             raise InputError("budget: expected either seconds or evaluations")
-        if self.seconds is not None and not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise InputError.at("seconds", self.seconds, "a finite number above 0")
-        evaluations = self.evaluations
-        if evaluations is not None and (
-            isinstance(evaluations, bool) or not isinstance(evaluations, int) or evaluations < 0
+        seconds = self.seconds
+        if seconds is not None and not (
+            isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds > 0
         ):
-            raise InputError.at("evaluations", evaluations, "a whole number of at least 0")
+            raise InputError.at("seconds", repr(seconds), "a finite number above 0")
+        evaluations = self.evaluations
+        if evaluations is None:
+            return
+        whole = isinstance(evaluations, (int, np.integer)) and not isinstance(evaluations, bool)
+        if not whole or evaluations < 0:
+            raise InputError.at("evaluations", repr(evaluations), "a whole number of at least 0")
+        object.__setattr__(self, "evaluations", int(evaluations))
 
 
 @dataclass

@@ -32,6 +32,12 @@ class AttentionStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     quadratic: float
     window_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("linear", "quadratic"):
+            msgspec.structs.force_setattr(
+                self, name, _number(f"attention.{name}", getattr(self, name))
+            )
+
 
 class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Attention stages, weight of the expert term, and normalisation (design section 4)."""
@@ -43,6 +49,7 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.attention:
             raise InputError("attention: expected at least one [[attention]] stage")
+        msgspec.structs.force_setattr(self, "expert", _number("expert", self.expert))
         _cost("expert", self.expert)
         if self.normalise not in ("cap", "window"):
             raise InputError.at("normalise", self.normalise, "'cap' or 'window'")
@@ -128,6 +135,13 @@ def from_toml(path: str | Path, kind: type[CostModel]) -> CostModel:
         cause = error.__cause__
         detail = cause if isinstance(cause, InputError) else error
         raise InputError(f"{path}: {detail}") from None
+
+
+def _number(name: str, value: object) -> float:
+    """A Python float, also for an integer or numpy's: equal models are equal bytes in a plan."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise InputError.at(name, repr(value), "a number")
+    return float(value)
 
 
 def _cost(name: str, value: float, index: int | None = None) -> None:

@@ -125,25 +125,37 @@ def write_plan(path: str | Path, plan: Plan) -> None:
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Write beside `path`, then rename: the file is whole or as it was. Raises InputError."""
-    path = Path(path)
-    if path.is_dir():
-        raise InputError(f"{path}: expected a path for a file, it is a folder")
+    """Write beside `path`, then rename: the file is whole or as it was. Raises InputError.
+
+    A symbolic link stays one: the file that it names is written.
+    """
+    target = output_target(path)
     beside = None
     try:
-        descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        descriptor, beside = tempfile.mkstemp(prefix=".routepack-", dir=target.parent)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(beside, 0o666 & ~mask)  # mkstemp makes files that only their owner can read
-        os.replace(beside, path)
+        os.replace(beside, target)
         beside = None
     except OSError as error:
         raise InputError(f"{path}: expected a file that can be written, {error.strerror}") from None
     finally:
         if beside is not None:
             Path(beside).unlink(missing_ok=True)
+
+
+def output_target(path: str | Path) -> Path:
+    """The regular file, perhaps not there yet, that an output path names. Raises InputError."""
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise InputError(f"{path}: expected a path for a file, it is a folder")
+    devices = ("/dev/", "/proc/", "/sys/")
+    if (target.exists() and not target.is_file()) or os.path.abspath(path).startswith(devices):
+        raise InputError(f"{path}: expected a path for a file, it is a device")
+    return target
 
 
 def _require_file(path: str | Path) -> None:

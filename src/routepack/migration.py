@@ -53,6 +53,10 @@ def expert_state_bytes(
     return -(-split_bytes // (optimizer_shards * etp))
 
 
+LARGEST = 1e15  # and its inverse: times and rates stay finite, whatever is multiplied
+MOST_BYTES = 2**40  # a terabyte for one expert; sums over a model stay in 64 bits
+
+
 @dataclass(frozen=True)
 class MigrationCost:
     """What a migration costs, and how the cost of a plan compares to it.
@@ -75,14 +79,16 @@ class MigrationCost:
 
     def __post_init__(self) -> None:
         require_whole("bytes_per_expert", self.bytes_per_expert, 1)
+        if self.bytes_per_expert > MOST_BYTES:
+            raise InputError.at("bytes_per_expert", self.bytes_per_expert, f"at most {MOST_BYTES}")
         for name in ("bytes_per_second", "seconds_per_cost_unit"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise InputError.at(name, value, "a finite number above 0")
+            if not 0 < value <= LARGEST or value < 1 / LARGEST:
+                raise InputError.at(name, value, f"a number in {1 / LARGEST:g}..{LARGEST:g}")
         for name in ("fixed_seconds", "exposed_seconds"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise InputError.at(name, value, "a finite number of at least 0")
+            if not 0 <= value <= LARGEST:
+                raise InputError.at(name, value, f"a number in 0..{LARGEST:g}")
 
     def bytes_L(self, moves: Moves) -> NDArray[np.int64]:
         """Bytes that the ranks of one EP group receive for each layer, all of them together."""

@@ -118,6 +118,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Slot of each logical expert, per layer."""
         return np.array(self.placement, dtype=np.int32)
 
+    def checked_placement_LE(self) -> NDArray[np.int32]:
+        """The placement of a plan from elsewhere. Raises InputError if it is no bijection."""
+        layers, experts = self.window.layers, self.window.experts
+        return validate_placement("placement", self.placement, layers, experts)
+
     def to_topology(self) -> Topology:
         """The topology that the plan was made for."""
         return Topology.from_dict(msgspec.structs.asdict(self.topology))
@@ -157,7 +162,7 @@ def validate_placement(
     """[L, E], each layer a bijection of experts to slots. Raises InputError."""
     try:
         slots_LE = np.asarray(placement)
-    except ValueError:  # layers of different sizes
+    except (ValueError, OverflowError):  # layers of different sizes, or absurd numbers
         expected = f"({layers}, {experts})"
         raise InputError.at(f"{name}.shape", "ragged", expected) from None
     if slots_LE.shape != (layers, experts):

@@ -68,7 +68,10 @@ def make_plan(
     cost_model = cost_model or DEFAULT
     budget = budget or DEFAULT_BUDGET
     _validate(window, topology, token_cap, method, seed, threads)
-    token_cap = int(token_cap)  # numpy's integers are welcome, but not in a plan file
+    token_cap, seed = (
+        int(token_cap),
+        int(seed),
+    )  # numpy's integers are welcome, but not in a plan file
     threads = int(threads or len(os.sched_getaffinity(0)))
     current_LE = identity(window.layers, window.experts)
     if current_placement is not None:
@@ -190,9 +193,12 @@ def _validate(
 ) -> None:
     for name, value in (("token_cap", token_cap), ("threads", 1 if threads is None else threads)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise InputError.at(name, value, "a whole number of at least 1")
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise InputError.at("seed", seed, "a whole number in 0..2^63-1")
+            raise InputError.at(name, repr(value), "a whole number of at least 1")
+    whole = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
+    if not whole or not 0 <= seed < 2**63:
+        raise InputError.at("seed", repr(seed), "a whole number in 0..2^63-1")
+    if token_cap >= 2**63:
+        raise InputError.at("token_cap", token_cap, "a whole number below 2^63")
     if method not in METHODS:
         raise InputError.at("method", method, "one of " + ", ".join(METHODS))
     if window.experts % topology.ep:

@@ -25,6 +25,9 @@ from routepack.errors import InfeasibleError, InputError
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 """Megatron-Core's default; the first axis varies fastest."""
 
+MOST_RANKS = 2**22
+"""Of an axis, and of all: every rank is looked at, so a typing slip must not make billions."""
+
 FILE_KEYS = ("tp", "cp", "pp", "dp", "ep", "etp", "order")
 """Exactly the keys of a topology file."""
 
@@ -56,6 +59,10 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("dp", "ep", "edp", "tp", "cp", "pp", "etp"):
             _require_size(name, getattr(self, name))
+            object.__setattr__(self, name, int(getattr(self, name)))  # numpy's integers too
+        if self.dp * self.tp * self.cp * self.pp > MOST_RANKS:
+            ranks = self.dp * self.tp * self.cp * self.pp
+            raise InputError.at("dp * tp * cp * pp", ranks, f"at most {MOST_RANKS} ranks")
         _require_order(self.order)
         if self._follows_from_sizes:
             self._require_one_pipeline()
@@ -190,8 +197,9 @@ class Topology:
 
 
 def _require_size(name: str, value: object) -> None:
-    if type(value) is not int or value < 1:  # a bool is an int to isinstance
-        raise InputError.at(name, repr(value), "an integer of at least 1")
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or not 1 <= value <= MOST_RANKS:  # type: ignore[operator]
+        raise InputError.at(name, repr(value), f"an integer in 1..{MOST_RANKS}")
 
 
 def _require_order(value: object) -> None:

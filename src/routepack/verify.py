@@ -22,7 +22,7 @@ def verify(window: Window, plan: Plan) -> list[str]:
         name = fields[0]
         found, expected = getattr(plan.window, name), getattr(key, name)
         return [f"window.{name} = {found!r}: expected {expected!r}, the plan is for another window"]
-    broken = _layout(window, plan)
+    broken = [*_numbers(plan), *_layout(window, plan)]
     try:
         topology = plan.to_topology()
         if topology.dp > window.samples:
@@ -40,6 +40,22 @@ def verify(window: Window, plan: Plan) -> list[str]:
     if broken:
         return broken  # a score of rows that are not a layout means nothing
     return _claims(window, plan, topology, placement_LE)
+
+
+def _numbers(plan: Plan) -> list[str]:
+    """What no recompute can tell, at least in range."""
+    search = plan.search
+    ranges = (
+        ("token_cap", plan.token_cap, 1),
+        ("search.seed", search.seed, 0),
+        ("search.evaluations", search.evaluations, 0),
+        ("search.chains", search.chains, 0),
+    )
+    return [
+        f"{name} = {value}: expected a whole number in {low}..2^63-1"
+        for name, value, low in ranges
+        if not low <= value < 2**63
+    ]
 
 
 def _layout(window: Window, plan: Plan) -> list[str]:
@@ -96,6 +112,7 @@ def _claims(
     claims += [
         ("certificate.cost_lower_bound", certificate.cost_lower_bound, bound),
         ("certificate.cost_bound_method", certificate.cost_bound_method, bound_method),
+        ("certificate.rows_method", certificate.rows_method, proven.method),
         ("certificate.gap", certificate.gap, certificate.gap_of(truth.slowest_shard, bound)),
         (
             "certificate.rows_certified",

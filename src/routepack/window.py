@@ -62,9 +62,12 @@ class Window:
         layers, experts = demand_SLE.shape[1:]
         if top_k > experts:
             raise InputError.at("top_k", top_k, f"at most the number of experts {experts}")
-        moe_layers = tuple(self.moe_layers) or tuple(range(layers))
+        moe_layers = tuple(int(layer) for layer in self.moe_layers) or tuple(range(layers))
         if len(moe_layers) != layers:
             raise InputError.at("moe_layers", list(moe_layers), f"{layers} layers, as in demand")
+        for name in ("model", "source"):
+            if not isinstance(getattr(self, name), str):
+                raise InputError.at(name, repr(getattr(self, name)), "a string")
         _check_sums(demand_SLE, lengths_S, missing_S, top_k)
         values = dict(lengths_S=lengths_S, missing_S=missing_S, group_S=group_S, top_k=top_k)
         values.update(demand_SLE=demand_SLE, moe_layers=moe_layers)
@@ -93,6 +96,7 @@ class Window:
 
         lengths_S = _integers("lengths", lengths_S, None, low=1)
         offsets_S1 = _integers("offsets", offsets, len(lengths_S) + 1, low=0)
+        routes_NLK = np.asarray(routes_NLK)
         demand_SLE = count_routes(routes_NLK, offsets_S1, num_experts, threads=threads)
         return cls(lengths_S, demand_SLE, routes_NLK.shape[2], **fields)
 

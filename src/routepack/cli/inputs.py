@@ -21,6 +21,8 @@ def load_window(path: Path, threads: int | None, *kernels: str) -> tuple[Window,
     """The window, and the seconds spent on loading or compiling kernels and on reading it."""
     if not path.is_file():
         read_window(path)  # which refuses it: a wrong path need not wait for the kernels
+    if threads is not None and threads < 1:
+        raise InputError.at("threads", threads, "a whole number of at least 1")
     kernel_seconds = loading_kernels(*kernels)
     started = perf_counter()
     window = read_window(path, len(os.sched_getaffinity(0)) if threads is None else threads)

@@ -78,7 +78,7 @@ def replay(
     topology = choose_topology(topology_path, dp, ep, edp)
     cost_model = DEFAULT if cost_path is None else CostModel.from_toml(cost_path)
     budget = choose_budget(seconds, evaluations)
-    start = None if current is None else read_plan(current).placement_LE
+    start = None if current is None else read_plan(current).checked_placement_LE()
     for path in window_paths:
         if not path.is_file():
             read_window(path)  # which refuses it, before the windows ahead of it are planned

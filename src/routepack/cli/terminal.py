@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from routepack.errors import InputError
+from routepack.files import output_target
 
 COMPILING = "compiling kernels (first run only) ..."
 COMPILING_SECONDS = 3.0  # from numba's cache the kernels load in about one
@@ -69,17 +70,14 @@ def require_outputs(outputs: Sequence[Path | None], inputs: Sequence[Path | None
 
 
 def _require_writable(path: Path) -> None:
-    if path.is_dir():
-        raise InputError(f"{path}: expected a path for a file, it is a folder")
-    if path.exists() and not path.is_file():  # renaming onto /dev/null would replace the device
-        raise InputError(f"{path}: expected a path for a file, it is a device")
-    if not path.parent.is_dir():
+    target = output_target(path)
+    if not target.parent.is_dir():
         raise InputError(f"{path}: expected an existing folder, {path.parent} is none")
     try:
         if path.exists():
             with path.open("ab"):  # a file that is write-protected stays as it is
                 pass
-        with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):
+        with tempfile.NamedTemporaryFile(prefix=".routepack-", dir=target.parent):
             pass
     except OSError as error:
         raise InputError(f"{path}: expected a file that can be written, {error.strerror}") from None

@@ -68,7 +68,7 @@ def _rows(plan: Plan) -> str:
 
 
 def _share(cost: float, plan: Plan) -> str:
-    return f"{cost_text(cost)}, {cost / plan.score.total:.1%} of all shards"
+    return f"{cost_text(cost)}, {cost / (plan.score.total or 1.0):.1%} of all shards"
 
 
 def _bound(plan: Plan) -> str:
