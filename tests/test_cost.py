@@ -241,7 +241,7 @@ def test_normalised_totals(instance: Instance) -> None:
 
 
 def test_numbers_of_numpy_and_integers_make_the_same_plan_bytes() -> None:
-    """Coefficients become Python floats, so that a plan reads back to the bytes it was written as."""
+    """Coefficients become Python floats: a plan reads back to the bytes that it was written as."""
     model = CostModel((AttentionStage("a", np.float32(2), 1),), np.int64(1))
     values = (model.attention[0].linear, model.attention[0].quadratic, model.expert)
     assert [type(value) for value in values] == [float] * 3
