@@ -37,6 +37,7 @@ SCRIPTS = (
     Script("methods", "--seconds 2 --check", "moonlight-gsm8k --seconds 0.2 --check"),
     Script("swaps", "--check", "--swaps 8192 --repeats 3 --check"),
     Script("rows", "", "--seeds 2"),
+    Script("bounds", "", "moonlight-gsm8k --tiny 1"),
     Script(
         "directions",
         "--seconds 2 --check",
