@@ -24,7 +24,7 @@ PACK, PLACE, SEEDS = 1, 2, 3  # streams of random numbers
 class Round(NamedTuple):
     """Pack until a share of the budget, between two temperatures, then place until another.
 
-    Temperatures are shares of the bound per sample.
+    Temperatures are shares of the bound per sample; `chains` is the size of the population.
     """
 
     pack_until: float

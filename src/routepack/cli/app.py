@@ -10,7 +10,7 @@ import typer
 
 import routepack
 from routepack.cli.inputs import choose_budget, choose_topology, load_window, placements
-from routepack.cli.options import number, whole
+from routepack.cli.options import CostFile, Dp, Edp, Ep, TokenCap, TopologyFile, number, whole
 from routepack.cli.replay import replay
 from routepack.cli.terminal import require_outputs, stdout, waiting
 from routepack.cost import DEFAULT, CostModel
@@ -47,25 +47,13 @@ def _root(
 @app.command()
 def plan(
     window_path: WindowFile,
-    token_cap: Annotated[
-        int, whole("Tokens of a micro-batch on one DP rank: max tokens per GPU x cp.")
-    ],
+    token_cap: TokenCap,
     out: Annotated[Path, typer.Option(help="The plan file to write (JSON).", metavar="FILE")],
-    dp: Annotated[int | None, whole("Data-parallel ranks.")] = None,
-    ep: Annotated[int | None, whole("Expert-parallel ranks of a group.")] = None,
-    edp: Annotated[int | None, whole("EDP shards. Default: dp / ep.")] = None,
-    topology_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--topology",
-            metavar="FILE",
-            help="TOML with tp, cp, pp, dp, ep, etp, order, for --dp etc.",
-        ),
-    ] = None,
-    cost_path: Annotated[
-        Path | None,
-        typer.Option("--cost-model", metavar="FILE", help="TOML with expert and [[attention]]."),
-    ] = None,
+    dp: Dp = None,
+    ep: Ep = None,
+    edp: Edp = None,
+    topology_path: TopologyFile = None,
+    cost_path: CostFile = None,
     method: Annotated[
         str, typer.Option(metavar="NAME", help=f"One of {', '.join(METHODS)}.")
     ] = "routepack",

@@ -1,8 +1,9 @@
-"""Numbers on the command line: their syntax is checked here, their range where they are used."""
+"""Options of several commands. The syntax of numbers is checked here, their range where used."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -34,3 +35,19 @@ def _number(text: Any) -> float:
         return float(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r}: expected a number") from None
+
+
+TokenCap = Annotated[int, whole("Tokens of a micro-batch on one DP rank: max tokens per GPU x cp.")]
+Dp = Annotated[int | None, whole("Data-parallel ranks.")]
+Ep = Annotated[int | None, whole("Expert-parallel ranks of a group.")]
+Edp = Annotated[int | None, whole("EDP shards. Default: dp / ep.")]
+TopologyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--topology", metavar="FILE", help="TOML with tp, cp, pp, dp, ep, etp, order, for --dp etc."
+    ),
+]
+CostFile = Annotated[
+    Path | None,
+    typer.Option("--cost-model", metavar="FILE", help="TOML with expert and [[attention]]."),
+]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from routepack.cli.inputs import choose_budget, choose_topology, load_window
-from routepack.cli.options import number, whole
+from routepack.cli.options import CostFile, Dp, Edp, Ep, TokenCap, TopologyFile, number, whole
 from routepack.cli.terminal import loading_kernels, require_outputs, stdout, waiting
 from routepack.cost import DEFAULT, CostModel
 from routepack.files import read_plan, read_window, write_atomically
@@ -22,9 +22,7 @@ def replay(
         list[Path],
         typer.Argument(metavar="WINDOW...", help="Windows of successive optimizer steps."),
     ],
-    token_cap: Annotated[
-        int, whole("Tokens of a micro-batch on one DP rank: max tokens per GPU x cp.")
-    ],
+    token_cap: TokenCap,
     expert_bytes: Annotated[
         int, whole("State of one expert at one layer on one GPU: weights and optimizer.")
     ],
@@ -32,21 +30,11 @@ def replay(
     seconds_per_unit: Annotated[
         float, number("Seconds of a measured step over its predicted cost (slowest shard).")
     ],
-    dp: Annotated[int | None, whole("Data-parallel ranks.")] = None,
-    ep: Annotated[int | None, whole("Expert-parallel ranks of a group.")] = None,
-    edp: Annotated[int | None, whole("EDP shards. Default: dp / ep.")] = None,
-    topology_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--topology",
-            metavar="FILE",
-            help="TOML with tp, cp, pp, dp, ep, etp, order, for --dp etc.",
-        ),
-    ] = None,
-    cost_path: Annotated[
-        Path | None,
-        typer.Option("--cost-model", metavar="FILE", help="TOML with expert and [[attention]]."),
-    ] = None,
+    dp: Dp = None,
+    ep: Ep = None,
+    edp: Edp = None,
+    topology_path: TopologyFile = None,
+    cost_path: CostFile = None,
     horizon: Annotated[int, whole("Steps that a placement is expected to serve.")] = 1,
     margin: Annotated[float, number("A move must save this times what it costs.")] = 1.0,
     hysteresis: Annotated[int, whole("Steps for which a layer that moved stays.")] = 0,
