@@ -35,7 +35,18 @@ class Script(NamedTuple):
 
 SCRIPTS = (
     Script("methods", "--seconds 2 --check", "moonlight-gsm8k --seconds 0.2 --check"),
-    Script("swaps", "--check", "--swaps 8192 --repeats 3 --check"),
+    Script("swaps", "--check", "qwen3-30b-math --swaps 8192 --repeats 3"),
+    Script(
+        "compare",
+        "--check",
+        "moonlight-gsm8k --seeds 2 --evaluations 200000 --seconds 0.1",
+    ),
+    Script(
+        "anytime",
+        "--seeds 2 --check",
+        "moonlight-gsm8k --seeds 1 --seconds 0.05 0.25",
+    ),
+    Script("scaling", "--long 4 --check", "S512-L48-R16 --long 0.5 --check"),
     Script("rows", "", "--seeds 2"),
     Script("bounds", "", "moonlight-gsm8k --tiny 1"),
     Script(

@@ -50,7 +50,7 @@ def _try_moves(  # type: ignore[no-untyped-def]
         )
         if carry_out:
             moves.apply(static, state, x, y, i, j)
-            applied_N[n] = evaluation.energy(state, total_weight)
+            applied_N[n] = evaluation.energy(static, state, total_weight)
 
 
 def _draw_many(key, first, bits_N):  # type: ignore[no-untyped-def]

@@ -66,7 +66,8 @@ def assert_same_window(one: Window, other: Window) -> None:
     assert one.sha256 == other.sha256
     assert one.demand_SLE.dtype == other.demand_SLE.dtype
     assert (one.moe_layers, one.model, one.source) == (other.moe_layers, other.model, other.source)
-    assert (one.group_S is None) == (other.group_S is None)
+    for name in ("group_S", "tag_S", "step_S"):
+        assert (getattr(one, name) is None) == (getattr(other, name) is None)
 
 
 @given(windows())
@@ -79,7 +80,7 @@ def test_windows_are_read_as_written(tmp_path_factory: Any, window: Window) -> N
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_every_field_is_read_as_written(tmp_path: Path, dtype: str) -> None:
-    """Prompts, missing tokens, layer indices, names and the width of the counts all survive."""
+    """Prompts, tags, steps, missing tokens, layer indices, names and count widths survive."""
     window = Window(
         LENGTHS_S + 1,
         DEMAND_SLE.astype(dtype),
@@ -89,6 +90,8 @@ def test_every_field_is_read_as_written(tmp_path: Path, dtype: str) -> None:
         moe_layers=(1, 4),
         model="tiny",
         source="by hand",
+        tag_S=np.array([-2, 0], np.int32),
+        step_S=np.array([1, 0], np.int32),
     )
     path = tmp_path / "w.safetensors"
     write_window(path, window)
@@ -96,6 +99,10 @@ def test_every_field_is_read_as_written(tmp_path: Path, dtype: str) -> None:
     assert_same_window(again, window)
     assert again.group_S is not None
     assert again.group_S.tolist() == [7, -3]
+    assert again.tag_S is not None
+    assert again.tag_S.tolist() == [-2, 0]
+    assert again.step_S is not None
+    assert again.step_S.tolist() == [1, 0]
     assert again.missing_S.tolist() == [1, 1]
 
 
@@ -174,7 +181,8 @@ def test_bad_metadata_is_named(case: str, tmp_path: Path) -> None:
 BAD_TENSORS: dict[str, tuple[dict[str, NDArray[Any]], str]] = {
     "extra tensor": (
         TENSORS | {"weights": LENGTHS_S},
-        "tensor = weights: expected one of demand, group, lengths, missing, offsets, routes",
+        "tensor = weights: expected one of demand, group, lengths, missing, offsets, routes, step, "
+        "tag",
     ),
     "no lengths": (
         {"demand": DEMAND_SLE},
@@ -223,6 +231,14 @@ BAD_TENSORS: dict[str, tuple[dict[str, NDArray[Any]], str]] = {
     "group of another size": (
         TENSORS | {"group": np.zeros(3, np.int32)},
         "group.shape = (3,): expected (2,)",
+    ),
+    "tag of another size": (
+        TENSORS | {"tag": np.zeros(3, np.int32)},
+        "tag.shape = (3,): expected (2,)",
+    ),
+    "step of another size": (
+        TENSORS | {"step": np.zeros(3, np.int32)},
+        "step.shape = (3,): expected (2,)",
     ),
 }
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from routepack.budget import Budget, Meter, Phase
 from routepack.cost import DEFAULT
 from routepack.kernels.placing import longest_first, swap_descent
-from routepack.kernels.rowaware import anneal_layers
+from routepack.kernels.layout import UNLIMITED
+from routepack.kernels.rowaware import anneal_layers, group_demand
 from routepack.placement import (
     balanced_placement,
     balanced_ranks,
@@ -216,10 +217,12 @@ def row_aware(
     group_S = (instance.cell_S // instance.topology.ranks_per_shard).astype(np.int32)
     rank_LE = ranks_of(instance.placement_LE, instance.topology.ep)
     with ThreadPoolExecutor(threads) as pool:
+        demand_BLE = group_demand(
+            instance.window.demand_SLE, group_S, int(group_S.max()) + 1, np.dtype(load)
+        )
         return row_aware_placement(
-            instance.window.demand_SLE, group_S, rank_LE, instance.topology.ep, np.dtype(load),
-            phase, (seed, 2, 0), pool,
-        )  # fmt: skip
+            demand_BLE, rank_LE, instance.topology.ep, phase, (seed, 2, 0), pool
+        )
 
 
 @given(instances(), st.sampled_from([0, 1, 10, 300]), SEEDS)
@@ -264,7 +267,8 @@ def test_the_annealed_sum_is_exact(instance: Instance, seed: int, proposals: int
     rank_LE = ranks_of(instance.placement_LE, topology.ep)
     reported_L = np.zeros(window.layers, np.int64)
     anneal_layers(
-        demand_LEB, topology.ep, rank_LE, 0, window.layers, proposals, 0.2, 60.0,
+        demand_LEB, topology.ep, topology.ep, UNLIMITED, rank_LE, 0, window.layers, proposals, 0.2,
+        60.0,
         np.uint64(seed), reported_L,
     )  # fmt: skip
     assert reported_L.tolist() == busiest_L(instance, rank_LE)
@@ -298,9 +302,8 @@ def test_row_aware_placement_reads_both_widths_of_demand() -> None:
     for dtype in (np.uint16, np.uint32):
         phase = Phase(Meter(Budget(evaluations=2000), time.perf_counter()), 1.0)
         with ThreadPoolExecutor(1) as pool:
-            after_LE = row_aware_placement(
-                demand_SLE.astype(dtype), group_S, rank_LE, 4, np.dtype("i4"), phase, (0,), pool
-            )
+            demand_BLE = group_demand(demand_SLE.astype(dtype), group_S, 3, np.dtype("i4"))
+            after_LE = row_aware_placement(demand_BLE, rank_LE, 4, phase, (0,), pool)
         found.append(after_LE.tolist())
     assert found[0] == found[1] != rank_LE.tolist()
     assert rank_LE.tolist() == ranks_of(identity(2, 8), 4).tolist()

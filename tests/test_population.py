@@ -39,9 +39,9 @@ def a_meter(evaluations: int = 1000) -> Meter:
 
 
 def archive_of(instance: Instance, cell_S: NDArray[np.int32]) -> Archive:
-    score = instance.problem.measure(instance.static, cell_S).score
+    measured = instance.problem.measure(instance.static, cell_S)
     rank_LE = ranks_of(instance.placement_LE, instance.topology.ep)
-    return Archive(instance.problem, a_meter(), rank_LE, cell_S, score)
+    return Archive(instance.problem, a_meter(), rank_LE, cell_S, measured)
 
 
 def chain_of(instance: Instance, cell_S: NDArray[np.int32], number: int) -> Chain:
@@ -205,17 +205,17 @@ def test_the_archive_copies_what_it_keeps() -> None:
 
 
 def test_the_archive_takes_a_placement_with_its_layout() -> None:
-    """The ranks change exactly when a better layout comes with others."""
+    """A layout alone leaves the ranks as they are; moved to a placement, both are kept."""
     instance = tiny_instance()
-    archive = archive_of(instance, instance.cell_S)
-    old_LE = archive.rank_LE
-    new_LE = 1 - old_LE  # the same placement with its ranks exchanged: a tie
-    static = instance.problem.static(new_LE)
-    assert not archive.offer(static, instance.cell_S, 0.0, new_LE)
-    assert archive.rank_LE is old_LE
     archive = archive_of(instance, np.array([0, 0, 1, 1], np.int32))
-    assert archive.offer(static, instance.cell_S, 0.0, new_LE)
+    old_LE = archive.rank_LE
+    assert archive.offer(instance.static, instance.cell_S, 0.0)
+    assert archive.rank_LE is old_LE
+    new_LE = 1 - old_LE
+    static = instance.problem.static(new_LE)
+    archive.move(new_LE, instance.cell_S, instance.problem.measure(static, instance.cell_S))
     assert archive.rank_LE is new_LE
+    assert archive.score == instance.problem.measure(static, instance.cell_S).score
 
 
 # Annealing

@@ -32,11 +32,10 @@ def equivalent(instance: Instance, random: Any) -> NDArray[np.int32]:
 
 
 def seeds_of(instance: Instance, count: int, seed: int, attempts: int = 2) -> list[Seed]:
-    """Seeds, with the layout of the instance for the bins of the row stage."""
+    """Seeds, with the layout of the instance for that of the row stage."""
     problem = instance.problem
-    bins = [cell for row in problem.to_rows(instance.cell_S) for cell in row]
     rng = np.random.default_rng(seed)
-    return make_seeds(problem, instance.static, bins, count, rng, attempts)
+    return make_seeds(problem, instance.static, instance.cell_S, count, rng, attempts)
 
 
 def longest_to_lightest(lengths: list[int], cells: int) -> NDArray[np.int32]:

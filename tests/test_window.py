@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from routepack.errors import InputError
 from routepack.window import MAX_TOKENS, Window
-from strategies import SEEDS, random_routes
+from strategies import SEEDS, random_routes, windows
 
 # S=2 samples of 3 and 1 tokens, L=2 layers, E=3 experts, K=2.
 LENGTHS_S = [3, 1]
@@ -44,7 +44,7 @@ def test_fields_default_as_documented() -> None:
     w = window()
     assert (w.samples, w.layers, w.experts, w.top_k) == (2, 2, 3, 2)
     assert w.missing_S.tolist() == [0, 0]
-    assert w.group_S is None
+    assert (w.group_S, w.tag_S, w.step_S) == (None, None, None)
     assert w.moe_layers == (0, 1)
     assert w.demand_LE.tolist() == [[4, 2, 2], [1, 4, 3]]
     assert (w.lengths_S.dtype, w.missing_S.dtype, w.demand_LE.dtype) == ("i8", "i4", "i8")
@@ -115,7 +115,7 @@ def test_hash_covers_more_samples_than_are_hashed_at_a_time() -> None:
 
 
 def test_hash_differs_when_anything_changes() -> None:
-    """Lengths, demand, its shape, top_k, missing tokens and prompts all enter the hash."""
+    """Lengths, demand, its shape, top_k, missing tokens, prompts, tags and steps enter the hash."""
     one_SLE = np.zeros((2, 2, 3), np.uint16)
     one_SLE[:, :, 0] = [[3], [1]]
     swapped = np.array(DEMAND_SLE)[:, :, [1, 0, 2]]
@@ -129,15 +129,30 @@ def test_hash_differs_when_anything_changes() -> None:
         window(demand_SLE=np.pad(DEMAND_SLE, ((0, 0), (0, 0), (0, 1)))),
         window(group_S=np.array([0, 0])),
         window(group_S=np.array([0, 1])),
+        window(tag_S=np.array([0, 1])),
+        window(step_S=np.array([0, 1])),
+        window(tag_S=np.array([0, 1]), step_S=np.array([0, 1])),
     ]
     assert len({w.sha256 for w in changed}) == len(changed)
     assert window(model="m", source="s", moe_layers=(3, 5)).sha256 == window().sha256
 
 
+def test_hash_without_tags_and_steps_is_that_of_earlier_versions() -> None:
+    """Plan files of earlier versions name these two hashes, so they never change."""
+    plain, grouped = window(), window(group_S=np.array([7, -3]))
+    assert plain.sha256 == "8e8dc655ee8052e2956da9fd13b64f2140fdfad6e102c25fe6d421ed201f00f3"
+    assert grouped.sha256 == "a0de7a1b4b19e0487a13ddcacb58f41988c890f9eee155f5b8dc54c80b4706da"
+
+
 def test_arrays_are_read_only() -> None:
     """No array of a window can be written to."""
-    w = window(group_S=np.array([0, 1]), missing_S=np.array([0, 0]))
-    arrays = (w.lengths_S, w.demand_SLE, w.missing_S, w.group_S)
+    w = window(
+        group_S=np.array([0, 1]),
+        missing_S=np.array([0, 0]),
+        tag_S=np.array([2, -1]),
+        step_S=np.array([0, 1]),
+    )
+    arrays = (w.lengths_S, w.demand_SLE, w.missing_S, w.group_S, w.tag_S, w.step_S)
     for array in arrays:
         assert array is not None
         with pytest.raises(ValueError, match="assignment destination is read-only"):
@@ -192,6 +207,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "float group": (
         {"group_S": np.array([0.0, 1.0])},
         "group.dtype = float64: expected an integer type",
+    ),
+    "tag of another size": (
+        {"tag_S": np.array([0])},
+        "tag.shape = (1,): expected (2,)",
+    ),
+    "float tag": (
+        {"tag_S": np.array([0.0, 1.0])},
+        "tag.dtype = float64: expected an integer type",
+    ),
+    "tag too large": (
+        {"tag_S": np.array([0, 2**31])},
+        f"tag[1] = {2**31}: expected a whole number in -{MAX_TOKENS}..{MAX_TOKENS}",
+    ),
+    "step of another size": (
+        {"step_S": np.array([0, 1, 2])},
+        "step.shape = (3,): expected (2,)",
+    ),
+    "negative step": (
+        {"step_S": np.array([0, -1])},
+        f"step[1] = -1: expected a whole number in 0..{MAX_TOKENS}",
     ),
     "demand in two dimensions": (
         {"demand_SLE": np.array(DEMAND_SLE)[0]},
@@ -284,4 +319,54 @@ def test_bad_routes_are_named(case: str) -> None:
     )  # fmt: skip
     with pytest.raises(InputError) as error:
         Window.from_routes(**(arguments | changes))
+    assert str(error.value) == message
+
+
+LABELS: dict[str, Any] = dict(
+    missing_S=np.array([0, 0]), group_S=np.array([7, 8]), tag_S=np.array([-1, 1]),
+    step_S=np.array([0, 1]), moe_layers=(3, 5), model="m", source="s",
+)  # fmt: skip
+
+
+def test_select_gathers_every_tensor_of_a_sample() -> None:
+    """Sample 1 alone: its length, demand, prompt, tag and step; what is of all samples stays."""
+    w = window(**LABELS).select([1])
+    assert (w.lengths_S.tolist(), w.demand_SLE.tolist()) == ([1], DEMAND_SLE[1:])
+    assert w.group_S is not None
+    assert w.tag_S is not None
+    assert w.step_S is not None
+    labels = (w.missing_S.tolist(), w.group_S.tolist(), w.tag_S.tolist(), w.step_S.tolist())
+    assert labels == ([0], [8], [1], [1])
+    assert (w.top_k, w.moe_layers, w.model, w.source) == (2, (3, 5), "m", "s")
+    assert w.demand_LE.tolist() == DEMAND_SLE[1]
+
+
+@given(windows(), st.data())
+def test_select_composes_and_its_order_counts(w: Window, data: st.DataObject) -> None:
+    """All samples give the same window, and a selection of a selection is their composition."""
+    assert w.select(range(w.samples)).sha256 == w.sha256
+    outer = data.draw(st.lists(st.sampled_from(range(w.samples)), min_size=1, unique=True))
+    inner = data.draw(st.lists(st.sampled_from(range(len(outer))), min_size=1, unique=True))
+    twice = w.select(outer).select(np.array(inner))
+    once = w.select([outer[i] for i in inner])
+    assert twice.sha256 == once.sha256
+    assert once.lengths_S.tolist() == [int(w.lengths_S[outer[i]]) for i in inner]
+    assert once.missing_S.tolist() == [int(w.missing_S[outer[i]]) for i in inner]
+
+
+REFUSED_SAMPLES: dict[str, tuple[Any, str]] = {
+    "none": ([], "lengths: expected at least 1 sample, the window has none"),
+    "out of range": ([0, 2], "samples[1] = 2: expected a sample of the window, in 0..1"),
+    "from the end": ([-1], f"samples[0] = -1: expected a whole number in 0..{MAX_TOKENS}"),
+    "twice": ([1, 0, 1], "samples[2] = 1: expected every sample at most once"),
+    "a mask": (np.array([True, False]), "samples.dtype = bool: expected an integer type"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_SAMPLES)
+def test_a_selection_that_is_none_is_named(case: str) -> None:
+    """Samples of another window, twice, or none at all are refused."""
+    samples, message = REFUSED_SAMPLES[case]
+    with pytest.raises(InputError) as error:
+        window().select(samples)
     assert str(error.value) == message

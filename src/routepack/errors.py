@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class InputError(ValueError):
     """Input that routepack refuses. The command line prints the message and exits with 2."""
@@ -9,7 +11,7 @@ class InputError(ValueError):
     @classmethod
     def at(
         cls, field: str, value: object, expected: str, index: int | tuple[int, ...] | None = None
-    ) -> InputError:
+    ) -> Self:
         """`field[index] = value: expected ...`, the one form in which values are refused."""
         where = ""
         if index is not None:

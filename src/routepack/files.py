@@ -17,7 +17,8 @@ from routepack.errors import InputError
 from routepack.plan import Plan
 from routepack.window import FORMAT, Window
 
-_TENSORS = {"lengths", "demand", "routes", "offsets", "missing", "group"}
+_LABELS = ("group", "tag", "step")
+_TENSORS = {"lengths", "demand", "routes", "offsets", "missing", *_LABELS}
 
 
 def read_window(path: str | Path, threads: int = 1) -> Window:
@@ -63,7 +64,7 @@ def _window(tensors: dict[str, NDArray[Any]], metadata: dict[str, str], threads:
         raise InputError("lengths: expected this tensor, the file has none")
     fields: dict[str, Any] = dict(
         missing_S=tensors.get("missing"),
-        group_S=tensors.get("group"),
+        **{f"{name}_S": tensors.get(name) for name in _LABELS},
         moe_layers=tuple(moe_layers),
         model=metadata.get("model", ""),
         source=metadata.get("source", ""),
@@ -96,8 +97,9 @@ def write_window(path: str | Path, window: Window) -> None:
     }
     if window.missing_S.any():
         tensors["missing"] = np.ascontiguousarray(window.missing_S)
-    if window.group_S is not None:
-        tensors["group"] = np.ascontiguousarray(window.group_S)
+    for name in _LABELS:
+        if (labels_S := getattr(window, f"{name}_S")) is not None:
+            tensors[name] = np.ascontiguousarray(labels_S)
     metadata = {
         "format": FORMAT,
         "num_experts": str(window.experts),

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from routepack.budget import Phase
+from routepack.errors import InfeasibleError
+from routepack.kernels.layout import UNLIMITED
 from routepack.kernels.placing import longest_first, swap_descent
 from routepack.kernels.rng import stream_key
-from routepack.kernels.rowaware import anneal_layers, group_demand
+from routepack.kernels.rowaware import anneal_layers
 from routepack.parallel import over_slices
+
+
+class Nodes(NamedTuple):
+    """Routing groups of consecutive experts that stay whole on a node of consecutive EP ranks."""
+
+    groups: int
+    ranks: int
+    """Of a node."""
+
 
 PLACEMENT_START = 0.2  # starting temperature, in mean excesses of a busiest rank over the mean
 PLACEMENT_COOLING = 60.0
@@ -36,8 +47,12 @@ def balanced_placement(
     return relabel(balanced_ranks(demand_LE, ranks), ranks, current_LE)
 
 
-def balanced_ranks(demand_LE: NDArray[np.int64], ranks: int, threads: int = 1) -> NDArray[np.int32]:
+def balanced_ranks(
+    demand_LE: NDArray[np.int64], ranks: int, threads: int = 1, nodes: Nodes | None = None
+) -> NDArray[np.int32]:
     """EP rank [L, E] of each expert that balances the aggregate demand (LPT, swap descent)."""
+    if nodes is not None:
+        return _balanced_on_nodes(demand_LE, ranks, threads, nodes)
     rank_LE = np.empty(demand_LE.shape, np.int32)
     demand_LE = np.ascontiguousarray(demand_LE)
 
@@ -49,27 +64,45 @@ def balanced_ranks(demand_LE: NDArray[np.int64], ranks: int, threads: int = 1) -
     return rank_LE
 
 
+def _balanced_on_nodes(
+    demand_LE: NDArray[np.int64], ranks: int, threads: int, nodes: Nodes
+) -> NDArray[np.int32]:
+    """Whole routing groups balanced over nodes, then the experts of a node over its ranks."""
+    layers, experts = demand_LE.shape
+    count = ranks // nodes.ranks
+    routed_LP = demand_LE.reshape(layers, nodes.groups, -1).sum(axis=2)
+    node_LE = np.repeat(balanced_ranks(routed_LP, count, threads), experts // nodes.groups, axis=1)
+    rank_LE = np.empty((layers, experts), np.int32)
+    for node in range(count):
+        held_LE = np.nonzero(node_LE == node)[1].reshape(layers, -1)
+        inside_LE = balanced_ranks(
+            np.take_along_axis(demand_LE, held_LE, axis=1), nodes.ranks, threads
+        )
+        np.put_along_axis(rank_LE, held_LE, inside_LE + np.int32(node * nodes.ranks), axis=1)
+    return rank_LE
+
+
 def row_aware_placement(
-    demand_SLE: NDArray[Any],
-    group_S: NDArray[np.int32],
+    demand_BLE: NDArray[Any],
     rank_LE: NDArray[np.int32],
     ranks: int,
-    load: Any,
     phase: Phase,
     stream: tuple[int, ...],
     pool: ThreadPoolExecutor,
+    limit: int = UNLIMITED,
+    nodes: Nodes | None = None,
 ) -> NDArray[np.int32]:
-    """Ranks [L, E] that lower the busiest ranks of the groups of a layout (design 6.1).
+    """Ranks [L, E] that lower the busiest ranks of groups, given their demand (design 6.1).
 
     Given the layout, layers are independent: each anneals swaps of experts under the sum over
     groups of the busiest rank. Starts from `rank_LE`; a layer is never worse after than before.
+    Above `limit` routed tokens a busiest rank is charged more; experts stay on their node.
     """
     layers = len(rank_LE)
-    groups = int(group_S.max()) + 1
-    demand_BLE = group_demand(demand_SLE, group_S, groups, load)
     demand_LEB = np.ascontiguousarray(demand_BLE.transpose(1, 2, 0))
     rank_LE = rank_LE.copy()
-    if ranks == 1:
+    per_node = nodes.ranks if nodes is not None else ranks
+    if per_node == 1:
         return rank_LE
     busiest_L = np.zeros(layers, np.int64)
     wave = 0
@@ -79,7 +112,7 @@ def row_aware_placement(
 
         def refine(layer: int, key: np.uint64 = key, proposals: int = proposals) -> None:
             anneal_layers(
-                demand_LEB, ranks, rank_LE, layer, layer + 1, proposals,
+                demand_LEB, ranks, per_node, limit, rank_LE, layer, layer + 1, proposals,
                 PLACEMENT_START, PLACEMENT_COOLING, key, busiest_L,
             )  # fmt: skip
 
@@ -90,21 +123,25 @@ def row_aware_placement(
 
 
 def relabel(
-    rank_LE: NDArray[np.int32], ranks: int, current_LE: NDArray[np.int32]
+    rank_LE: NDArray[np.int32],
+    ranks: int,
+    current_LE: NDArray[np.int32],
+    nodes: Nodes | None = None,
 ) -> NDArray[np.int32]:
     """Slots for a partition of experts into ranks that moves as few experts as possible.
 
-    Ranks are interchangeable, so each layer assigns the parts to ranks to keep most experts where
-    they are. An expert that stays on its rank keeps its slot; the others take the free slots in
-    ascending order.
+    Ranks are interchangeable (those of a node among themselves, and nodes whole), so each layer
+    assigns the parts to ranks to keep most experts where they are. An expert that stays on its rank
+    keeps its slot; the others take the free slots in ascending order.
     """
     experts = rank_LE.shape[1]
     per_rank = experts // ranks
+    per_node = nodes.ranks if nodes is not None else ranks
     current_rank_LE = ranks_of(current_LE, ranks)
     new_rank_LE = np.empty_like(rank_LE)
     for layer, (part_E, current_E) in enumerate(zip(rank_LE, current_rank_LE, strict=True)):
         stay_RR = np.bincount(part_E * ranks + current_E, minlength=ranks * ranks)
-        _, name_R = linear_sum_assignment(stay_RR.reshape(ranks, ranks), maximize=True)
+        name_R = _names_R(stay_RR.reshape(ranks, ranks), per_node)
         new_rank_LE[layer] = name_R[part_E]
     # Stable sorts pair, rank by rank, the experts that move in with the slots that are left free.
     stays_LE = new_rank_LE == current_rank_LE
@@ -115,3 +152,31 @@ def relabel(
         slots_LE[layer, movers] = np.sort(current_LE[layer, ~stays_E])
     assert (slots_LE // per_rank == new_rank_LE).all()
     return slots_LE
+
+
+def require_whole(placement_LE: NDArray[np.int32], ranks: int, nodes: Nodes) -> None:
+    """A given placement keeps routing groups on their node. Raises InfeasibleError."""
+    layers = len(placement_LE)
+    node_LPi = (ranks_of(placement_LE, ranks) // nodes.ranks).reshape(layers, nodes.groups, -1)
+    split_LP = np.ptp(node_LPi, axis=2) > 0
+    if split_LP.any():
+        layer, group = (int(k) for k in np.argwhere(split_LP)[0])
+        found = np.unique(node_LPi[layer, group]).tolist()
+        expected = "one, for routing_groups, and the placement is fixed"
+        raise InfeasibleError.at("nodes of routing group", found, expected, (layer, group))
+
+
+def _names_R(stay_RR: NDArray[np.int64], per_node: int) -> NDArray[np.int64]:
+    """The rank that each part becomes, so that most experts stay; the parts of a node share one."""
+    count = len(stay_RR) // per_node
+    stay_NiNi = stay_RR.reshape(count, per_node, count, per_node)
+    inside = [
+        [linear_sum_assignment(stay_NiNi[a, :, b], maximize=True)[1] for b in range(count)]
+        for a in range(count)
+    ]
+    index = np.arange(per_node)
+    stay_NN = [
+        [stay_NiNi[a, index, b, inside[a][b]].sum() for b in range(count)] for a in range(count)
+    ]
+    _, node_N = linear_sum_assignment(stay_NN, maximize=True)
+    return np.concatenate([b * per_node + inside[a][b] for a, b in enumerate(node_N)])

@@ -11,7 +11,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from routepack.cost import CostModel
 from routepack.errors import InputError
+from routepack.estimate import Estimate
+from routepack.requirements import NONE, Requirements
 from routepack.topology import Topology
+from routepack.trained import PaddingKey, Trained
 from routepack.window import Window
 
 FORMAT = "routepack.plan/1"
@@ -53,8 +56,12 @@ class TopologyKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: str
 
 
-class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is proven about a plan: gap = slowest shard / cost_lower_bound - 1."""
+class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is proven about a plan: gap = slowest shard / cost_lower_bound - 1.
+
+    Where demand was estimated, the slowest shard lies in cost_low..cost_high whatever the routes
+    are that nobody recorded; bound and gap are those of the estimated window.
+    """
 
     rows_lower_bound: int
     rows_certified: bool
@@ -62,6 +69,8 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cost_lower_bound: float
     cost_bound_method: str
     gap: float
+    cost_low: float | None = None
+    cost_high: float | None = None
 
     @staticmethod
     def gap_of(slowest_shard: float, bound: float) -> float:
@@ -95,9 +104,12 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One optimizer step, `routepack.plan/1` (design section 4).
 
-    placement  [L][E] slot of each logical expert, slot = rank * (E/R) + i
-    rows       [M][D][...] sample indices of each cell, ascending
-    stats      seconds by stage and other measurements of this run; never part of the file
+    placement     [L][E] slot of each logical expert, slot = rank * (E/R) + i
+    rows          [M][D][...] sample indices of each cell, ascending
+    padding       how samples are padded, estimate: how their demand was estimated; rows, cap, score
+                  and certificate are those of the window after both
+    requirements  what the trainer requires of the layout; part of the file where anything is
+    stats         seconds by stage and other measurements of this run; never part of the file
     """
 
     window: WindowKey
@@ -110,6 +122,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     certificate: Certificate
     score: Score
     search: Search
+    requirements: Requirements = NONE
+    padding: PaddingKey | None = None
+    estimate: Estimate | None = None
     format: str = FORMAT
     stats: dict[str, Any] = msgspec.field(default_factory=dict)
 
@@ -127,10 +142,20 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The topology that the plan was made for."""
         return Topology.from_dict(msgspec.structs.asdict(self.topology))
 
+    def trained(self) -> Trained:
+        """How the window is run. Raises InputError for a padding that no trainer has."""
+        padding = self.padding.to_padding() if self.padding is not None else None
+        return Trained(padding, self.estimate)
+
     def to_bytes(self) -> bytes:
         """Canonical bytes of the plan file: the same plan is the same bytes."""
         fields = msgspec.to_builtins(self)
         del fields["stats"]
+        if self.requirements.vacuous:
+            del fields["requirements"]
+        for name in ("padding", "estimate"):
+            if fields[name] is None:
+                del fields[name]
         return (
             json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
         ).encode()

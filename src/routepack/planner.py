@@ -12,32 +12,32 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from routepack.bounds import best_bound
 from routepack.budget import Budget, Meter
 from routepack.cost import DEFAULT, Coefficients, CostModel
 from routepack.errors import InputError
+from routepack.estimate import Estimate
 from routepack.layouts import ffd_layout, karmarkar_karp_layout
-from routepack.placement import balanced_ranks, identity, ranks_of, relabel
+from routepack.padding import Padding
+from routepack.placement import balanced_ranks, identity, ranks_of, relabel, require_whole
 from routepack.plan import (
     METHODS,
-    Certificate,
     Plan,
     Search,
-    TopologyKey,
-    WindowKey,
     validate_placement,
 )
-from routepack.problem import Problem
-from routepack.rows import Rows, minimal_rows, split_to
+from routepack.requirements import NONE, Requirements
 from routepack.search import FIXED_PLACEMENT, ROUNDS, search
+from routepack.step import Step, require_lengths
 from routepack.topology import Topology
+from routepack.trained import Trained
 from routepack.window import Window
 
+LENGTH_ONLY = ("baseline", "reorder", "kk", "reorder-kk")
 DEFAULT_BUDGET = Budget(seconds=1.0)
 
 
 @dataclass
-class _Clock:
+class Clock:
     """Seconds by stage, for Plan.stats."""
 
     started: float = field(default_factory=time.perf_counter)
@@ -62,12 +62,15 @@ def make_plan(
     threads: int | None,
     stop: Callable[[], bool] | None,
     fixed_placement: bool = False,
+    requirements: Requirements | None = None,
+    padding: Padding | None = None,
+    estimate: str | Estimate | None = None,
 ) -> Plan:
     """`routepack.plan`, which has the documentation."""
-    clock = _Clock()
+    clock = Clock()
     cost_model = cost_model or DEFAULT
     budget = budget or DEFAULT_BUDGET
-    _validate(window, topology, token_cap, method, seed, threads)
+    validate(window, topology, token_cap, method, seed, threads)
     token_cap, seed = (
         int(token_cap),
         int(seed),
@@ -78,51 +81,54 @@ def make_plan(
         current_LE = validate_placement(
             "current_placement", current_placement, window.layers, window.experts
         )
-    cost = cost_model.resolve(window, topology, token_cap)
     clock.lap("setup")
 
     # 2. Rows first: a window that cannot be packed needs no placement.
-    rows = minimal_rows(window.lengths_S, token_cap, topology.dp, seed=seed)
-    problem = Problem(window, topology, cost, token_cap, rows.rows)
+    trained = Trained.of(window, padding, estimate)
+    step = Step.of(window, topology, token_cap, cost_model, requirements or NONE, trained, seed)
+    problem, window = step.problem, step.window
     clock.lap("rows")
-    bound, bound_method = best_bound(window, topology, cost, token_cap, problem.rows)
-    clock.lap("bound")
 
     # 1. Placement, layer by layer, from aggregate demand.
     given = fixed_placement or method in ("baseline", "kk")
     if given:
         placement_LE = current_LE if fixed_placement else identity(window.layers, window.experts)
         rank_LE = ranks_of(placement_LE, topology.ep)
+        if problem.nodes is not None:
+            require_whole(placement_LE, topology.ep, problem.nodes)
     else:
-        rank_LE = balanced_ranks(window.demand_LE, topology.ep, threads)
+        rank_LE = balanced_ranks(window.demand_LE, topology.ep, threads, problem.nodes)
     clock.lap("placement")
 
     # 3. and 4. Seeds, population annealing and row-aware placement, or a trainer's own layout.
     spent = Search(seed=seed, evaluations=0, chains=0)
     stats: dict[str, Any] = {}
-    if method in ("baseline", "reorder"):
+    if method in LENGTH_ONLY and problem.rules.shaped:
+        cell_S = step.packed_S  # lightest cells, or fullest, as far as the requirements allow
+    elif method in ("baseline", "reorder"):
         problem, cell_S = ffd_layout(problem)
     elif method in ("kk", "reorder-kk"):
         problem, cell_S = karmarkar_karp_layout(problem)
     else:
         meter = Meter(
-            budget, clock.started, _finish_seconds(window, rank_LE, topology.ep, current_LE)
+            budget, clock.started, finish_seconds(window, rank_LE, topology.ep, current_LE)
         )
-        archive, seeds = search(
-            replace(problem, cost=objective_of(method, cost)),
+        [task] = search(
+            [replace(problem, cost=objective_of(method, problem.cost))],
             rank_LE,
-            split_to(rows.bins, problem.cells),
-            bound=bound,
+            [step.packed_S],
+            bounds=[step.bound],
             rounds=FIXED_PLACEMENT if fixed_placement else ROUNDS,
             meter=meter,
             threads=threads,
             seed=seed,
             stop=stop,
         )
+        archive = task.archive
         rank_LE, cell_S = archive.rank_LE, archive.cell_S
-        spent = Search(seed=seed, evaluations=meter.evaluations, chains=len(seeds))
+        spent = Search(seed=seed, evaluations=meter.evaluations, chains=len(task.first))
         stats = {
-            "seed_generators": [s.generator for s in seeds],
+            "seed_generators": [s.generator for s in task.first],
             "accepted": archive.accepted,
             "evaluated": archive.evaluated,
             "history": archive.history,
@@ -130,34 +136,25 @@ def make_plan(
     clock.lap("layout")
 
     if method == "routepack":
-        score = archive.score
+        measured = archive.measured
     else:
-        score = problem.measure(problem.static(rank_LE, threads), cell_S).score
+        measured = problem.measure(problem.static(rank_LE, threads), cell_S)
+    step = step.at(problem.rows)  # a length-only layout may need more
+    if measured.over:
+        raise step.too_little_memory(problem.static(rank_LE, threads), cell_S)
     if not given:
-        placement_LE = relabel(rank_LE, topology.ep, current_LE)
-    if problem.rows != rows.rows:  # a length-only layout that needed more
-        bound, bound_method = best_bound(window, topology, cost, token_cap, problem.rows)
-    result = Plan(
-        window=WindowKey.of(window),
-        topology=msgspec.convert(topology.to_dict(), TopologyKey),
-        token_cap=token_cap,
-        cost_model=cost_model,
-        method=method,
-        placement=tuple(tuple(slots) for slots in placement_LE.tolist()),
-        rows=problem.to_rows(cell_S),
-        certificate=_certificate(rows, problem.rows, score.slowest_shard, bound, bound_method),
-        score=score,
-        search=spent,
-    )
+        placement_LE = relabel(rank_LE, topology.ep, current_LE, problem.nodes)
+    result = step.plan(placement_LE, cell_S, measured, method, spent)
     clock.lap("finish")
     stats["planning_seconds"] = time.perf_counter() - clock.started
     return msgspec.structs.replace(result, stats={**clock.stages, **stats, "threads": threads})
 
 
-def _finish_seconds(
+def finish_seconds(
     window: Window, rank_LE: NDArray[np.int32], ranks: int, current_LE: NDArray[np.int32]
 ) -> float:
     """What naming ranks and writing the plan out will take, judged by naming one layer's."""
+    relabel(rank_LE[:1], ranks, current_LE[:1])  # the first of a process takes longer
     started = time.perf_counter()
     relabel(rank_LE[:1], ranks, current_LE[:1])
     naming = time.perf_counter() - started
@@ -175,22 +172,10 @@ def objective_of(method: str, cost: Coefficients) -> Coefficients:
     return cost
 
 
-def _certificate(
-    rows: Rows, used: int, slowest: float, bound: float, bound_method: str
-) -> Certificate:
-    return Certificate(
-        rows_lower_bound=rows.lower_bound,
-        rows_certified=used == rows.lower_bound,
-        rows_method=rows.method,
-        cost_lower_bound=bound,
-        cost_bound_method=bound_method,
-        gap=Certificate.gap_of(slowest, bound),
-    )
-
-
-def _validate(
+def validate(
     window: Window, topology: Topology, token_cap: int, method: str, seed: int, threads: int | None
 ) -> None:
+    """The arguments that every planning function shares. Raises InputError."""
     for name, value in (("token_cap", token_cap), ("threads", 1 if threads is None else threads)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise InputError.at(name, repr(value), "a whole number of at least 1")
@@ -208,7 +193,4 @@ def _validate(
         expected = f"at least the {topology.dp} DP ranks"
         raise InputError.at("samples", window.samples, expected)
     topology.require_plannable()  # after the sizes: absurd ones would take memory here
-    if (bad := np.flatnonzero(window.lengths_S > token_cap)).size:
-        i = int(bad[0])
-        expected = f"at most the token cap {token_cap}"
-        raise InputError.at("lengths", int(window.lengths_S[i]), expected, i)
+    require_lengths(window, token_cap)

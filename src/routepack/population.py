@@ -19,7 +19,7 @@ from routepack.kernels.layout import TOTAL_WEIGHT, State, Static
 from routepack.kernels.rng import stream_key
 from routepack.kernels.sweep import ACCEPTED, BEST, DRAWS, ENERGY, EVALUATED, RESULTS, sweep
 from routepack.plan import Score
-from routepack.problem import Problem
+from routepack.problem import Measured, Problem
 from routepack.seeds import Seed
 
 SHARE_WEIGHT = 0.5  # of the mean shard in the energy at the start; fades to the design's energy
@@ -40,38 +40,55 @@ class Archive:
     meter: Meter
     rank_LE: NDArray[np.int32]
     cell_S: NDArray[np.int32]
-    score: Score
+    measured: Measured
     history: list[tuple[float, float]] = field(default_factory=list)  # (budget spent, energy)
-    accepted: int = 0  # moves, over all chains
+    proposed: int = 0  # moves, over all chains
+    accepted: int = 0
     evaluated: int = 0  # moves whose loads were evaluated in full
+
+    @property
+    def score(self) -> Score:
+        """The exact score of the best."""
+        return self.measured.score
 
     def watch(self, energy: float) -> None:
         """Note the progress of a running search; its layouts are offered at the end."""
         if not self.history or energy < self.history[-1][1]:
             self.history.append((self.meter.spent, energy))
 
-    def offer(
-        self,
-        static: Static,
-        cell_S: NDArray[np.int32],
-        energy: float,
-        rank_LE: NDArray[np.int32] | None = None,
-    ) -> bool:
-        """Consider a layout, under a new placement if one is given. Returns whether it is better.
+    def offer(self, static: Static, cell_S: NDArray[np.int32], energy: float) -> bool:
+        """Consider a layout. Returns whether it is better.
 
         A layout whose energy exceeds what any equal score could have is skipped unmeasured.
         """
         shards = self.problem.topology.edp
-        if energy > self.score.slowest_shard * (1 + 2 * TOTAL_WEIGHT * shards):
+        slowest = self.score.slowest_shard
+        if self.measured.over == 0 and energy > slowest * (1 + 2 * TOTAL_WEIGHT * shards):
             return False
-        score = self.problem.measure(static, cell_S).score
-        if score.key >= self.score.key:
+        measured = self.problem.measure(static, cell_S)
+        if measured.key >= self.measured.key:
             return False
-        self.score, self.cell_S = score, cell_S.copy()
-        if rank_LE is not None:
-            self.rank_LE = rank_LE
-        self.watch(score.slowest_shard)
+        self.move(self.rank_LE, cell_S, measured)
         return True
+
+    def move(
+        self, rank_LE: NDArray[np.int32], cell_S: NDArray[np.int32], measured: Measured
+    ) -> None:
+        """Take a layout under a placement, and what it measures, for the best."""
+        self.rank_LE, self.cell_S, self.measured = rank_LE, cell_S.copy(), measured
+        self.watch(measured.energy)
+
+    def under(self, goal: Static) -> Archive:
+        """An archive of its own for a search under other costs, from the same layout."""
+        measured = self.problem.measure(goal, self.cell_S)
+        return Archive(self.problem, self.meter, self.rank_LE, self.cell_S, measured)
+
+    def take_over(self, other: Archive, static: Static) -> None:
+        """Consider what a search under other costs found, by the exact score."""
+        self.offer(static, other.cell_S, 0.0)
+        self.proposed += other.proposed
+        self.accepted += other.accepted
+        self.evaluated += other.evaluated
 
 
 @dataclass(eq=False)
@@ -178,6 +195,7 @@ def anneal(
             break
     for chain in chains:
         archive.offer(static, chain.best_S, chain.best)
+    archive.proposed += phase.evaluations
     archive.accepted += int(sum(chain.results[ACCEPTED] for chain in chains))
     archive.evaluated += int(sum(chain.results[EVALUATED] for chain in chains))
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from routepack.cost import Coefficients
 from routepack.errors import InfeasibleError
 from routepack.kernels.layout import (
+    OVER_WEIGHT,
     TOP,
     TOTAL_WEIGHT,
     WORST_ROW_WEIGHT,
@@ -24,7 +25,10 @@ from routepack.kernels.layout import (
 from routepack.kernels.placing import place_demand
 from routepack.objective import score_rows
 from routepack.parallel import over_slices
+from routepack.placement import Nodes
 from routepack.plan import Score
+from routepack.requirements import NONE, Requirements
+from routepack.rules import Rules
 from routepack.topology import Topology
 from routepack.window import Window
 
@@ -35,6 +39,9 @@ class Measured:
 
     attention_B: NDArray[np.float64]
     expert_B: NDArray[np.float64]
+    over: int
+    """Routed tokens of busiest ranks above a limit, summed over groups and layers."""
+    over_cost: float
     shards: int
 
     @property
@@ -47,7 +54,13 @@ class Measured:
     def energy(self) -> float:
         """The search energy (design section 2)."""
         score = self.score
-        return score.slowest_shard + TOTAL_WEIGHT * score.total + WORST_ROW_WEIGHT * score.worst_row
+        energy = score.slowest_shard + TOTAL_WEIGHT * score.total
+        return energy + WORST_ROW_WEIGHT * score.worst_row + self.over_cost
+
+    @property
+    def key(self) -> tuple[float, ...]:
+        """Layouts are compared by this: what is above a limit, then the score."""
+        return (self.over, *self.score.key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +76,21 @@ class Problem:
     cost: Coefficients
     token_cap: int
     rows: int
+    requirements: Requirements = NONE
+    tag_m: NDArray[np.int64] | None = None  # the tag of each row, where rows have one
+
+    @cached_property
+    def rules(self) -> Rules:
+        """The requirements as arrays."""
+        return Rules(self.window, self.topology, self.rows, self.requirements, self.tag_m)
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """Where routing groups must stay whole."""
+        required = self.requirements
+        if required.routing_groups is None or required.ranks_per_node is None:
+            return None
+        return Nodes(required.routing_groups, required.ranks_per_node)
 
     @property
     def cells(self) -> int:
@@ -89,15 +117,20 @@ class Problem:
         length_rank_S = np.empty(samples, np.int32)
         length_rank_S[by_length_S] = np.arange(samples, dtype=np.int32)
         demand_SLE = self.window.demand_SLE
+        expert_LRi = np.argsort(rank_LE, axis=1, kind="stable").astype(np.int32)
+        expert_LRi = expert_LRi.reshape(len(rank_LE), self.topology.ep, -1)
         placed_SRL = np.zeros((samples + 1, self.topology.ep, self.window.layers), self.load)
         placed_LRS = np.empty(placed_SRL.shape[::-1], self.load)
         placed_LRS[:, :, samples] = 0
 
         def place(part: slice) -> None:
-            place_demand(placed_SRL[part], demand_SLE[part], rank_LE)
+            place_demand(placed_SRL[part], demand_SLE[part], expert_LRi)
             placed_LRS[:, :, part] = placed_SRL[part].transpose(2, 1, 0)
 
         over_slices(samples, threads, place)
+        rules = self.rules
+        lanes, lane_c, lane_start_n, lane_cells_c = rules.lanes
+        units, unit_S, unit_start_n, unit_members_S = rules.units
         return Static(
             length_S=np.append(lengths_S, 0),
             tokens2_TS=np.pad(cost.quadratic_tokens_TS, ((0, 0), (0, 1))),
@@ -113,6 +146,18 @@ class Problem:
             width=self.topology.ranks_per_shard,
             group_c=np.arange(self.cells, dtype=np.int64) // self.topology.ranks_per_shard,
             shard_B=np.arange(self.rows * self.topology.edp, dtype=np.int64) % self.topology.edp,
+            most=rules.most,
+            limit=rules.limit,
+            lanes=lanes,
+            lane_c=lane_c,
+            lane_start_n=lane_start_n,
+            lane_cells_c=lane_cells_c,
+            blocks=self.topology.dp if rules.quota >= 0 else 0,
+            block_c=rules.block_c,
+            units=units,
+            unit_S=unit_S,
+            unit_start_n=unit_start_n,
+            unit_members_S=unit_members_S,
         )
 
     def state(self, static: Static, cell_S: NDArray[np.int32]) -> State:
@@ -142,6 +187,7 @@ class Problem:
             top_BTk=np.zeros((groups, stages, TOP)),
             top_cell_BTk=np.zeros((groups, stages, TOP), np.int32),
             work_BT=np.zeros((groups, stages)),
+            over_B=np.zeros(groups, np.int64),
             cost_B=np.zeros(groups),
             shard_G=np.zeros(static.shards),
             peak_L=np.zeros(layers, load),
@@ -174,11 +220,12 @@ class Problem:
             raise InfeasibleError.at("samples", self.window.samples, expected)
 
     def fits(self, cell_S: NDArray[np.int32]) -> bool:
-        """Every sample placed, every cell within the cap and none empty."""
+        """Every sample placed, every cell within the cap and none empty, requirements met."""
         if cell_S.min() < 0:
             return False
         tokens_c = np.bincount(cell_S, weights=self.window.lengths_S, minlength=self.cells)
-        return bool(tokens_c.max() <= self.token_cap and tokens_c.min() > 0)
+        within = tokens_c.max() <= self.token_cap and tokens_c.min() > 0
+        return bool(within and self.rules.hold(cell_S))
 
     @cached_property
     def most_members(self) -> int:
@@ -192,7 +239,7 @@ class Problem:
         fresh = self.state(static, state.cell_S[:samples].copy())
         derived = (
             "count_c", "tokens_c", "tokens2_Tc", "load_BRL", "busiest_B", "work_Tc", "work_BT",
-            "cost_B", "shard_G",
+            "over_B", "cost_B", "shard_G",
         )  # fmt: skip
         for name in derived:
             assert np.array_equal(getattr(state, name), getattr(fresh, name)), name
@@ -212,10 +259,20 @@ class Problem:
         _, ranks, layers = static.placed_SRL.shape
         groups = self.cells // static.width
         attention_B, busiest_B = np.empty(groups), np.empty(groups, np.int64)
+        over_B = np.empty(groups, np.int64)
         load_RL = np.empty((ranks, layers), static.placed_SRL.dtype)
-        measure(static, cell_S, attention_B, busiest_B, load_RL)
+        measure(static, cell_S, attention_B, busiest_B, over_B, load_RL)
         expert_B = np.asarray(static.expert * busiest_B, np.float64)
-        return Measured(attention_B, expert_B, self.topology.edp)
+        over = int(over_B.sum())
+        over_cost = OVER_WEIGHT * static.expert * over
+        return Measured(attention_B, expert_B, over, over_cost, self.topology.edp)
+
+    def largest_load(self, static: Static, cell_S: NDArray[np.int32]) -> int:
+        """The most routed tokens that an EP rank holds at a layer in a row."""
+        group_S = cell_S // static.width
+        placed_SRL = static.placed_SRL[:-1]
+        groups = range(self.cells // static.width)
+        return max(int(placed_SRL[group_S == b].sum(axis=0).max()) for b in groups)
 
     def to_rows(self, cell_S: NDArray[np.int32]) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """[M][D][...] sample indices, ascending in a cell, as a plan holds them."""

@@ -6,12 +6,13 @@ first-fit decreasing's bins, which the row certificate rests on, are always amon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from routepack.constrained import layouts
 from routepack.kernels.layout import Static
 from routepack.kernels.packing import best_fit, first_fit
 from routepack.kernels.seeding import least_increase
@@ -40,7 +41,7 @@ class Seed:
 def make_seeds(
     problem: Problem,
     static: Static,
-    packed_bins: Sequence[Sequence[int]],
+    packed_S: NDArray[np.int32],
     count: int,
     rng: np.random.Generator,
     attempts: int,
@@ -51,11 +52,11 @@ def make_seeds(
     `enough` is asked between generators whether to make do with the seeds there are.
     """
     candidates = [
-        *_given(problem, packed_bins),
+        *_given(problem, packed_S),
         *_generate(problem, static, rng, attempts, enough),
     ]
     seeds: dict[bytes, Seed] = {}
-    keys: dict[bytes, tuple[float, float, float]] = {}
+    keys: dict[bytes, tuple[float, ...]] = {}
     for generator, cell_S in candidates:
         if problem.fits(cell_S):
             cell_S = canonical(problem, cell_S)
@@ -63,7 +64,7 @@ def make_seeds(
             if key not in seeds:
                 measured = problem.measure(static, cell_S)
                 seeds[key] = Seed(cell_S, generator, measured.energy)
-                keys[key] = measured.score.key
+                keys[key] = measured.key
     ranked = [seeds[key] for key in sorted(seeds, key=lambda key: keys[key])]
     good = [seed for seed in ranked if seed.energy <= GATE * ranked[0].energy]
     chosen = diverse(problem, static, good, count)
@@ -71,10 +72,12 @@ def make_seeds(
 
 
 def _given(
-    problem: Problem, packed_bins: Sequence[Sequence[int]]
+    problem: Problem, packed_S: NDArray[np.int32]
 ) -> Iterator[tuple[str, NDArray[np.int32]]]:
     """What certifies the rows, then the layouts of `reorder` and `reorder-kk`: none is worse."""
-    yield "rows", problem.from_bins(packed_bins)
+    yield "rows", packed_S
+    if problem.rules.shaped:
+        return  # what follows knows of no requirements
     for generator, layout in (("first-fit", ffd_cells), ("balanced", karmarkar_karp_cells)):
         cell_S = layout(problem)
         if cell_S is not None:
@@ -89,6 +92,13 @@ def _generate(
     enough: Callable[[], bool],
 ) -> Iterator[tuple[str, NDArray[np.int32]]]:
     """Layouts by one generator after another, cheap ones and those likeliest to fit first."""
+    if problem.rules.shaped:
+        seed = int(rng.integers(2**31))
+        for cell_S in layouts(problem.rules, problem.token_cap, problem.work_S, attempts, seed):
+            yield "required", cell_S
+            if enough():
+                return
+        return
     lengths_S, cap, cells = static.length_S[:-1], problem.token_cap, problem.cells
     yield "balanced", _lightest(problem, np.argsort(-problem.work_S, kind="stable"))
     for attempt in range(attempts):
@@ -123,8 +133,11 @@ def _lightest(problem: Problem, order_S: NDArray[np.int64]) -> NDArray[np.int32]
 def canonical(problem: Problem, cell_S: NDArray[np.int32]) -> NDArray[np.int32]:
     """One layout for all that differ by the order of rows or of the DP ranks of a shard.
 
-    The cells of a group are ordered by their lowest sample, rows by their lowest sample.
+    The cells of a group are ordered by their lowest sample, rows by their lowest sample. Under
+    requirements cells and rows are not alike, and the layout stays as it is.
     """
+    if problem.rules.shaped:
+        return cell_S
     first_c = np.full(problem.cells, problem.window.samples, np.int64)
     np.minimum.at(first_c, cell_S, np.arange(len(cell_S)))
     width = problem.topology.ranks_per_shard

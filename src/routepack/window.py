@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ HASH_SAMPLES = 16  # samples hashed at a time, so that hashing needs no second c
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Samples of one optimizer step (design section 2). Validated once, here.
+    """Samples of one optimizer step, or of several (design section 2). Validated once, here.
 
     lengths_S    tokens of each sample, at least 1
     demand_SLE   (token, k) assignments of sample s to expert e at MoE layer l; over the experts
@@ -28,6 +28,8 @@ class Window:
     top_k        experts per token (K)
     missing_S    tokens of each sample without a recorded route; default 0
     group_S      prompt of each sample, or None
+    tag_S        kind of each sample, such as its modality, or None
+    step_S       optimizer step of each sample, from 0, or None
     moe_layers   index in the model of each MoE layer; default 0..L-1
 
     The window keeps a read-only view of the demand it is given, not a copy: leave that alone.
@@ -43,6 +45,8 @@ class Window:
     moe_layers: tuple[int, ...] = ()
     model: str = ""
     source: str = ""
+    tag_S: NDArray[np.int32] | None = None
+    step_S: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
         lengths_S = _integers("lengths", self.lengths_S, None, low=1)
@@ -54,9 +58,9 @@ class Window:
         if (bad := np.flatnonzero(missing_S > lengths_S)).size:
             i = int(bad[0])
             raise InputError.at("missing", int(missing_S[i]), f"at most length {lengths_S[i]}", i)
-        group_S = None
-        if self.group_S is not None:
-            group_S = _integers("group", self.group_S, samples, low=-MAX_TOKENS).astype(np.int32)
+        group_S = _labels("group", self.group_S, samples, low=-MAX_TOKENS)
+        tag_S = _labels("tag", self.tag_S, samples, low=-MAX_TOKENS)
+        step_S = _labels("step", self.step_S, samples, low=0)
         demand_SLE = _demand(self.demand_SLE, samples)
         top_k = _size("top_k", self.top_k)
         layers, experts = demand_SLE.shape[1:]
@@ -70,7 +74,7 @@ class Window:
                 raise InputError.at(name, repr(getattr(self, name)), "a string")
         _check_sums(demand_SLE, lengths_S, missing_S, top_k)
         values = dict(lengths_S=lengths_S, missing_S=missing_S, group_S=group_S, top_k=top_k)
-        values.update(demand_SLE=demand_SLE, moe_layers=moe_layers)
+        values.update(demand_SLE=demand_SLE, moe_layers=moe_layers, tag_S=tag_S, step_S=step_S)
         for name, value in values.items():
             if isinstance(value, np.ndarray):
                 value = _frozen(value)
@@ -99,6 +103,26 @@ class Window:
         routes_NLK = np.asarray(routes_NLK)
         demand_SLE = count_routes(routes_NLK, offsets_S1, num_experts, threads=threads)
         return cls(lengths_S, demand_SLE, routes_NLK.shape[2], **fields)
+
+    def select(self, samples: ArrayLike) -> Window:
+        """The window of these samples alone, in the order given; demand is gathered (a copy).
+
+        Raises InputError for an index out of range or given twice, or without any.
+        """
+        chosen = _integers("samples", samples, None, low=0)
+        if (bad := np.flatnonzero(chosen >= self.samples)).size:
+            i = int(bad[0])
+            expected = f"a sample of the window, in 0..{self.samples - 1}"
+            raise InputError.at("samples", int(chosen[i]), expected, i)
+        first = np.unique(chosen, return_index=True)[1]
+        if len(first) < len(chosen):
+            i = int(np.setdiff1d(np.arange(len(chosen)), first)[0])
+            raise InputError.at("samples", int(chosen[i]), "every sample at most once", i)
+        fields: dict[str, Any] = {}
+        for name in ("lengths_S", "demand_SLE", "missing_S", "group_S", "tag_S", "step_S"):
+            if (values := getattr(self, name)) is not None:
+                fields[name] = values[chosen]
+        return replace(self, **fields)
 
     @property
     def samples(self) -> int:
@@ -129,6 +153,10 @@ class Window:
         digest.update(self.missing_S.astype("<i4").tobytes())
         if self.group_S is not None:
             digest.update(self.group_S.astype("<i4").tobytes())
+        for name, labels_S in (("tag", self.tag_S), ("step", self.step_S)):
+            if labels_S is not None:  # named, so that equal numbers of another field differ
+                digest.update(f"{name}\n".encode())
+                digest.update(labels_S.astype("<i4").tobytes())
         for start in range(0, self.samples, HASH_SAMPLES):
             digest.update(self.demand_SLE[start : start + HASH_SAMPLES].astype("<u4").tobytes())
         return digest.hexdigest()
@@ -139,6 +167,13 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
     view = np.ascontiguousarray(array).view()
     view.flags.writeable = False
     return view
+
+
+def _labels(
+    name: str, values: ArrayLike | None, samples: int, *, low: int
+) -> NDArray[np.int32] | None:
+    """An optional whole number of each sample."""
+    return None if values is None else _integers(name, values, samples, low=low).astype(np.int32)
 
 
 def _size(name: str, value: Any) -> int:

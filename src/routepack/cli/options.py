@@ -51,3 +51,28 @@ CostFile = Annotated[
     Path | None,
     typer.Option("--cost-model", metavar="FILE", help="TOML with expert and [[attention]]."),
 ]
+EqualSamples = Annotated[
+    bool, typer.Option("--equal-samples-per-rank", help="Every DP rank trains as many samples.")
+]
+RowsMultiple = Annotated[
+    int, whole("The number of micro-batches is a multiple of N (virtual pipeline stages).")
+]
+MaxSamples = Annotated[int | None, whole("Samples that a micro-batch of a DP rank may hold.")]
+Together = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHERE",
+        help="rank or cell: samples of a group stay on one DP rank, or in one micro-batch of it.",
+    ),
+]
+UniformRows = Annotated[
+    bool,
+    typer.Option("--uniform-rows", help="Micro-batches that run in lockstep share their tag."),
+]
+MemoryLimit = Annotated[
+    int | None, whole("Routed tokens that an EP rank may hold at a layer in one row.")
+]
+RoutingGroups = Annotated[
+    int | None, whole("Groups of experts that the router is limited to: each stays on one node.")
+]
+RanksPerNode = Annotated[int | None, whole("EP ranks of a node, with --routing-groups.")]

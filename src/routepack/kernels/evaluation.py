@@ -10,24 +10,34 @@ from __future__ import annotations
 import numpy as np
 
 from routepack.kernels.jit import inlined
-from routepack.kernels.layout import WORST_ROW_WEIGHT, routed
+from routepack.kernels.layout import OVER_WEIGHT, UNLIMITED, WORST_ROW_WEIGHT, routed
 from routepack.kernels.moves import fill_bundle, sum_peaks
 
 
 @inlined
-def energy(state, total_weight):  # type: ignore[no-untyped-def]
-    """max U + total_weight * sum U + 1e-9 * max J."""
+def over_cost(static, state):  # type: ignore[no-untyped-def]
+    """Charge for what is above a limit."""
+    over = np.int64(0)
+    if static.limit < UNLIMITED:
+        for b in range(len(state.over_B)):
+            over += state.over_B[b]
+    return OVER_WEIGHT * static.expert * over
+
+
+@inlined
+def energy(static, state, total_weight):  # type: ignore[no-untyped-def]
+    """max U + total_weight * sum U + 1e-9 * max J, and the charge for what is above a limit."""
     slowest, total, worst = 0.0, 0.0, 0.0
     for g in range(len(state.shard_G)):
         total += state.shard_G[g]
         slowest = max(slowest, state.shard_G[g])
     for b in range(len(state.cost_B)):
         worst = max(worst, state.cost_B[b])
-    return slowest + total_weight * total + WORST_ROW_WEIGHT * worst
+    return slowest + total_weight * total + WORST_ROW_WEIGHT * worst + over_cost(static, state)
 
 
 @inlined
-def energy_after(static, state, total_weight, x, cost_x, y, cost_y, exact):  # type: ignore[no-untyped-def]
+def energy_after(static, state, total_weight, x, cost_x, y, cost_y, over, exact):  # type: ignore[no-untyped-def]
     """The energy with other costs for groups x and y; not exact: leaves out the other groups' J."""
     shards = len(state.shard_G)
     slowest, total = 0.0, 0.0
@@ -44,7 +54,7 @@ def energy_after(static, state, total_weight, x, cost_x, y, cost_y, exact):  # t
         for b in range(len(state.cost_B)):
             cost = state.cost_B[b]
             worst = cost if b != x and b != y and cost > worst else worst
-    return slowest + total_weight * total + WORST_ROW_WEIGHT * worst
+    return slowest + total_weight * total + WORST_ROW_WEIGHT * worst + over
 
 
 @inlined
@@ -110,6 +120,31 @@ def busiest_after(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def over_after(static, state, x, y):  # type: ignore[no-untyped-def]
+    """The charge for what is above a limit once a move is made, after busiest_after."""
+    over = np.int64(0)
+    if static.limit < UNLIMITED:
+        for b in range(len(state.over_B)):
+            if b != x and b != y:
+                over += state.over_B[b]
+        for layer in range(len(state.peak_L)):
+            over += max(np.int64(0), state.peak_L[layer] - static.limit)
+            over += max(np.int64(0), state.other_peak_L[layer] - static.limit)
+    return OVER_WEIGHT * static.expert * over
+
+
+@inlined
+def over_elsewhere(static, state, x, y):  # type: ignore[no-untyped-def]
+    """The charge for what is above a limit in groups other than x and y."""
+    over = np.int64(0)
+    if static.limit < UNLIMITED:
+        for b in range(len(state.over_B)):
+            if b != x and b != y:
+                over += state.over_B[b]
+    return OVER_WEIGHT * static.expert * over
+
+
+@inlined
 def spread_change(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
     """Change, by a move, of the squared deviation of cells from the mean cell of their group."""
     bx, by = static.group_c[x], static.group_c[y]
@@ -135,7 +170,9 @@ def evaluate(static, state, x, y, i, j, total_weight, limit, early):  # type: ig
     bx, by = static.group_c[x], static.group_c[y]
     if bx == by:
         cost = attention_after(static, state, bx, x, i, j, y) + static.expert * state.busiest_B[bx]
-        return energy_after(static, state, total_weight, bx, cost, bx, cost, True), False
+        over = over_cost(static, state)
+        after = energy_after(static, state, total_weight, bx, cost, bx, cost, over, True)
+        return after, False
     null = len(static.length_S) - 1
     for moving in (i, j):
         if moving > null:
@@ -148,7 +185,8 @@ def evaluate(static, state, x, y, i, j, total_weight, limit, early):  # type: ig
     cost_x = attention_x + static.expert * least_x
     cost_y = attention_y + static.expert * least_y
     if early:
-        least = energy_after(static, state, total_weight, bx, cost_x, by, cost_y, False)
+        over = over_elsewhere(static, state, bx, by)
+        least = energy_after(static, state, total_weight, bx, cost_x, by, cost_y, over, False)
         if least > limit:
             return least, False
     for moving in (i, j):
@@ -157,4 +195,5 @@ def evaluate(static, state, x, y, i, j, total_weight, limit, early):  # type: ig
     busiest_x, busiest_y = busiest_after(static, state, bx, by, i, j)
     cost_x = attention_x + static.expert * busiest_x
     cost_y = attention_y + static.expert * busiest_y
-    return energy_after(static, state, total_weight, bx, cost_x, by, cost_y, True), True
+    over = over_after(static, state, bx, by)
+    return energy_after(static, state, total_weight, bx, cost_x, by, cost_y, over, True), True

@@ -34,6 +34,11 @@ def inlined(function: F) -> F:
     return cast(F, _njit(inline="always", error_model="numpy", _nrt=False)(function))
 
 
+def called(function: F) -> F:
+    """A rarely run part of kernels: called, since inlining it would take long to compile."""
+    return cast(F, _njit(error_model="numpy", _nrt=False)(function))
+
+
 class PerLoad:
     """A kernel compiled for loads (routed tokens of a rank) in int32, or in int64.
 

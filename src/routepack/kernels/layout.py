@@ -22,6 +22,8 @@ from routepack.kernels.jit import PerLoad, inlined
 
 TOTAL_WEIGHT = 1e-6  # of sum U in the energy (design section 2)
 WORST_ROW_WEIGHT = 1e-9  # of max J
+OVER_WEIGHT = 8.0  # of a token above a limit, in tokens of a busiest rank: far more than it saves
+UNLIMITED = 2**62
 TOP = 3  # largest cells kept per stage: two may be excluded by a move, the third is the maximum
 
 
@@ -42,6 +44,19 @@ class Static(NamedTuple):
     width: int  # W, cells of a group
     group_c: NDArray[np.int64]  # c // W and b % G: looked up, since dividing takes longer
     shard_B: NDArray[np.int64]
+    # What a trainer requires (requirements.py); a layout is free of each by default.
+    most: int  # samples of a cell
+    limit: int  # routed tokens of an EP rank at a layer in a group
+    lanes: int  # samples never leave the lane that their cell is in
+    lane_c: NDArray[np.int64]
+    lane_start_n: NDArray[np.int64]  # where a lane's cells start in lane_cells_c
+    lane_cells_c: NDArray[np.int64]
+    blocks: int  # each keeps its number of samples; 0: none does
+    block_c: NDArray[np.int64]
+    units: int  # samples that move between DP ranks together; 0: each for itself
+    unit_S: NDArray[np.int64]
+    unit_start_n: NDArray[np.int64]  # where a unit's samples start in unit_members_S
+    unit_members_S: NDArray[np.int64]
 
 
 class State(NamedTuple):
@@ -66,6 +81,7 @@ class State(NamedTuple):
     top_BTk: NDArray[np.float64]  # the largest cells of a group, per stage
     top_cell_BTk: NDArray[np.int32]
     work_BT: NDArray[np.float64]  # of all cells of a group
+    over_B: NDArray[np.int64]  # routed tokens of busiest ranks above the limit, over layers
     cost_B: NDArray[np.float64]  # J
     shard_G: NDArray[np.float64]  # U
     peak_L: NDArray[Any]  # scratch, as are the next two
@@ -79,6 +95,8 @@ def static_type(load: Any) -> Any:
     fields = (
         i64[::1], i64[:, ::1], load[:, :, ::1], load[:, :, ::1], i32[::1], i32[::1],
         f64[::1], f64[::1], f64, i64, i64, i64, i64[::1], i64[::1],
+        i64, i64, i64, i64[::1], i64[::1], i64[::1], i64, i64[::1],
+        i64, i64[::1], i64[::1], i64[::1],
     )  # fmt: skip
     return cast(Any, types.NamedTuple)(fields, Static)
 
@@ -90,7 +108,7 @@ def state_type(load: Any) -> Any:
         i64[::1], i64[:, ::1], load[:, :, ::1], i32[:, ::1], i64[::1],
         i32[::1], i32[::1], i32[:, ::1], i32[::1], i64[::1], i64[:, ::1], load[:, :, ::1],
         i64[::1], i32[:, ::1], load[:, ::1], f64[:, ::1], f64[:, :, ::1], i32[:, :, ::1],
-        f64[:, ::1],
+        f64[:, ::1], i64[::1],
         f64[::1], f64[::1], load[::1], load[::1], i32[::1],
     )  # fmt: skip
     return cast(Any, types.NamedTuple)(fields, State)
@@ -142,6 +160,11 @@ def refresh_experts(static, state, b):  # type: ignore[no-untyped-def]
     for layer in range(layers):
         busiest += peak_L[layer]
     state.busiest_B[b] = busiest
+    if static.limit < UNLIMITED:
+        over = np.int64(0)
+        for layer in range(layers):
+            over += max(np.int64(0), peak_L[layer] - static.limit)
+        state.over_B[b] = over
     peak_S = state.peak_BS[b]
     for layer in range(layers):
         old, new = state.argmax_BL[b, layer], argmax_L[layer]
@@ -251,9 +274,10 @@ def _measure(
     cell_S: NDArray[np.int32],
     attention_B: NDArray[np.float64],
     busiest_B: NDArray[np.int64],
+    over_B: NDArray[np.int64],
     load_RL: NDArray[Any],
 ) -> None:
-    """A of every group, and its busiest ranks summed over layers, of a layout that is no State."""
+    """A of every group, its busiest ranks and their excess summed over layers; without a State."""
     groups, width = len(attention_B), static.width
     ranks, layers = load_RL.shape
     for b in range(groups):
@@ -275,13 +299,14 @@ def _measure(
                 work = static.linear_T[t] * tokens_c[c] + static.quadratic_T[t] * tokens2_Tc[t, c]
                 largest = max(largest, work)
             attention_B[b] += largest
-        busiest = np.int64(0)
+        busiest, over = np.int64(0), np.int64(0)
         for layer in range(layers):
             peak = load_RL[0, layer]
             for r in range(1, ranks):
                 peak = max(peak, load_RL[r, layer])
             busiest += peak
-        busiest_B[b] = busiest
+            over += max(np.int64(0), peak - static.limit)
+        busiest_B[b], over_B[b] = busiest, over
 
 
 def of_static(
@@ -297,7 +322,12 @@ build = of_static(
 measure = of_static(
     _measure,
     lambda load: types.void(
-        static_type(load), types.int32[::1], types.float64[::1], types.int64[::1], load[:, ::1]
+        static_type(load),
+        types.int32[::1],
+        types.float64[::1],
+        types.int64[::1],
+        types.int64[::1],
+        load[:, ::1],
     ),
     allocates=True,
 )

@@ -25,7 +25,9 @@ from routepack.kernels.rng import draw, high, low, unit
 RELOCATE = 0.1  # move one sample
 EXCHANGE = 0.02  # exchange two cells whole
 PAIR = 0.15  # exchange two samples of a cell for one about as long as both
+MANY = 0.05  # exchange one sample for as many of another cell as are about as long together
 UNIFORM = 0.35  # swap with any sample; the rest with one of similar length, within a tight cap
+LOOK = 4  # samples looked at for one of similar length, where only a lane's may come
 HEAVIEST = 0.3  # share of proposals that start in the heaviest cell of a group
 
 
@@ -62,8 +64,10 @@ def similar(static, length, bits):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def bundle(static, state, k, c, s, size, bits):  # type: ignore[no-untyped-def]
-    """Make bundle k of sample s and others of its cell c, `size` in all; returns its index."""
+def bundle(static, state, k, c, s, size, tokens, bits):  # type: ignore[no-untyped-def]
+    """Make bundle k of sample s and others of its cell c: `size` in all, or fewer that come as near
+    to `tokens` as one more would. Returns its index.
+    """
     null = len(static.length_S) - 1
     index = null + 1 + k
     state.length_S[index] = 0
@@ -72,13 +76,17 @@ def bundle(static, state, k, c, s, size, bits):  # type: ignore[no-untyped-def]
     count = state.count_c[c]
     first = state.position_S[s]
     stride = 1 + low(bits, count - 1) if size < count else 1  # neighbours in no fixed order
+    state.bundled_k[k] = 0
     for n in range(size):
         member = state.members_ck[c, (first + n * stride) % count]
+        length = static.length_S[member]
+        if n > 0 and 2 * state.length_S[index] + length > 2 * tokens:
+            break
         state.bundle_kn[k, n] = member
-        state.length_S[index] += static.length_S[member]
+        state.bundled_k[k] += 1
+        state.length_S[index] += length
         for t in range(len(static.linear_T)):
             state.tokens2_TS[t, index] += static.tokens2_TS[t, member]
-    state.bundled_k[k] = size
     return index
 
 
@@ -105,46 +113,101 @@ def fill_bundle(static, state, k):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def samples_of(static, state, s):  # type: ignore[no-untyped-def]
+    """How many samples an index stands for: one, the null sample none, a bundle its own."""
+    null = len(static.length_S) - 1
+    return np.int64(s < null) if s <= null else state.bundled_k[s - null - 1]
+
+
+@inlined
+def other_cell(static, x, bits):  # type: ignore[no-untyped-def]
+    """Any cell that a sample of cell x may go to."""
+    if static.lanes == 1:
+        return low(bits, len(static.lane_c))
+    lane = static.lane_c[x]
+    first, last = static.lane_start_n[lane], static.lane_start_n[lane + 1]
+    return static.lane_cells_c[first + low(bits, last - first)]
+
+
+@inlined
+def other_sample(static, state, x, length, near, bits):  # type: ignore[no-untyped-def]
+    """A sample that may come to cell x: any, or one about as long as `length`."""
+    if static.lanes == 1:
+        if near:
+            return similar(static, length, bits)
+        return np.int64(low(bits, len(static.length_S) - 1))
+    best = np.int64(-1)
+    for n in range(LOOK if near else 1):  # few are in reach, so look at some
+        c = other_cell(static, x, draw(bits, np.uint64(2 * n)))
+        at = low(draw(bits, np.uint64(2 * n + 1)), state.count_c[c])
+        s = np.int64(state.members_ck[c, at])
+        apart = abs(static.length_S[s] - length)
+        if best < 0 or apart < abs(static.length_S[best] - length):
+            best = s
+    return best
+
+
+@inlined
+def allowed(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
+    """Whether cells x and y may exchange i and j."""
+    longer = state.length_S[i] - state.length_S[j]
+    more = samples_of(static, state, i) - samples_of(static, state, j)
+    return (
+        x != y
+        and state.tokens_c[x] - longer <= static.cap
+        and state.tokens_c[y] + longer <= static.cap
+        and state.count_c[x] - more <= static.most
+        and state.count_c[y] + more <= static.most
+        and static.lane_c[x] == static.lane_c[y]
+        and (static.blocks == 0 or more == 0 or static.block_c[x] == static.block_c[y])
+    )
+
+
+@inlined
 def propose(static, state, first, second):  # type: ignore[no-untyped-def]
     """Cells x, y and what they exchange: i of x and j of y; x < 0: no legal move.
 
-    i and j are samples, the null sample (a relocation) or bundles (two for one, or whole cells).
+    i and j are samples, the null sample (a relocation) or bundles (two or more for one, or whole
+    cells).
     """
-    samples = len(static.length_S) - 1
-    cells = len(state.count_c)
     kind = unit(second)
     i = pick(static, state, first)
     x = np.int64(state.cell_S[i])
-    if kind < RELOCATE:
-        j = np.int64(samples)
-        y = low(first, cells)
-        legal = state.count_c[x] > 1
-    elif kind < RELOCATE + EXCHANGE:
-        y = low(first, cells)
-        legal = static.group_c[x] != static.group_c[y]
-        if legal:
-            i = np.int64(bundle(static, state, 0, x, i, np.int64(state.count_c[x]), second))
-            j = np.int64(state.members_ck[y, 0])
-            j = np.int64(bundle(static, state, 1, y, j, np.int64(state.count_c[y]), second))
-    else:
-        pair = kind < RELOCATE + EXCHANGE + PAIR and state.count_c[x] > 1
-        if pair:
-            i = np.int64(bundle(static, state, 0, x, i, np.int64(2), second))
-            state.bundled_k[1] = 0
-        if pair or kind < 1.0 - UNIFORM:
-            j = similar(static, state.length_S[i], first)
+    length, one, all_of_it = static.length_S[i], np.int64(1), np.int64(len(static.length_S))
+    size_i, size_j, tokens = one, one, np.int64(static.cap)
+    state.bundled_k[0] = state.bundled_k[1] = 0
+    legal = True
+    if kind < RELOCATE + EXCHANGE:
+        y = np.int64(other_cell(static, x, first))
+        if kind < RELOCATE:
+            j = np.int64(len(static.length_S) - 1)
+            legal = state.count_c[x] > 1
         else:
-            j = low(first, samples)
+            j = np.int64(state.members_ck[y, 0])
+            size_i = size_j = all_of_it
+            legal = static.group_c[x] != static.group_c[y]
+    else:
+        many = kind < RELOCATE + EXCHANGE + MANY
+        pair = not many and kind < RELOCATE + EXCHANGE + MANY + PAIR and state.count_c[x] > 1
+        if pair:
+            size_i = np.int64(2)
+            i = np.int64(bundle(static, state, 0, x, i, size_i, tokens, second))
+            length = state.length_S[i]
+            size_i = one
+        near = not many and (pair or kind < 1.0 - UNIFORM)
+        j = np.int64(other_sample(static, state, x, length, near, first))
         y = np.int64(state.cell_S[j])
-        legal = True
-    longer = state.length_S[i] - state.length_S[j]
-    legal = (
-        legal
-        and x != y
-        and state.tokens_c[x] - longer <= static.cap
-        and state.tokens_c[y] + longer <= static.cap
-    )
-    return (x if legal else np.int64(-1)), y, i, j
+        if many:
+            size_j, tokens = all_of_it, length
+            legal = x != y and static.length_S[j] < length
+    if legal:
+        for side in range(2):  # a loop, so that the parts are compiled once
+            c, s, size = (y, j, size_j) if side else (x, i, size_i)
+            if size > 1:
+                count = np.int64(state.count_c[c])
+                s = np.int64(bundle(static, state, side, c, s, count, tokens, second))
+                i, j = (i, s) if side else (s, j)
+    return (x if legal and allowed(static, state, x, y, i, j) else np.int64(-1)), y, i, j
 
 
 @inlined

@@ -14,28 +14,33 @@ _READ_U16 = types.Array(types.uint16, 3, "C", readonly=True)
 _READ_U32 = types.Array(types.uint32, 3, "C", readonly=True)
 
 
-def _place(placed_SRL, demand_SLE, rank_LE):  # type: ignore[no-untyped-def]
-    samples, layers, experts = demand_SLE.shape
+def _place(placed_SRL, demand_SLE, expert_LRi):  # type: ignore[no-untyped-def]
+    samples, layers, _ = demand_SLE.shape
+    _, ranks, per_rank = expert_LRi.shape
     for s in range(samples):
         for layer in range(layers):
-            for e in range(experts):
-                placed_SRL[s, rank_LE[layer, e], layer] += demand_SLE[s, layer, e]
+            demand_E = demand_SLE[s, layer]
+            for r in range(ranks):
+                total = placed_SRL.dtype.type(0)
+                for i in range(per_rank):
+                    total += demand_E[expert_LRi[layer, r, i]]
+                placed_SRL[s, r, layer] = total
 
 
 _place_u16 = PerLoad(
-    _place, lambda load: types.void(load[:, :, ::1], _READ_U16, types.int32[:, ::1])
+    _place, lambda load: types.void(load[:, :, ::1], _READ_U16, types.int32[:, :, ::1])
 )
 _place_u32 = PerLoad(
-    _place, lambda load: types.void(load[:, :, ::1], _READ_U32, types.int32[:, ::1])
+    _place, lambda load: types.void(load[:, :, ::1], _READ_U32, types.int32[:, :, ::1])
 )
 
 
 def place_demand(
-    placed_SRL: NDArray[Any], demand_SLE: NDArray[Any], rank_LE: NDArray[np.int32]
+    placed_SRL: NDArray[Any], demand_SLE: NDArray[Any], expert_LRi: NDArray[np.int32]
 ) -> None:
-    """Add the routed tokens of each sample on each EP rank to placed_SRL."""
+    """Write the routed tokens of each sample on each EP rank to placed_SRL."""
     place = _place_u16 if demand_SLE.dtype == np.uint16 else _place_u32
-    place(placed_SRL, demand_SLE, rank_LE)
+    place(placed_SRL, demand_SLE, expert_LRi)
 
 
 @kernel("void(int64[:,::1], int64, int32[:,::1])")
@@ -72,6 +77,9 @@ def swap_descent(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
     per_rank = experts // ranks
     load_R = np.zeros(ranks, np.int64)
     member_Ri = np.zeros((ranks, per_rank), np.int64)
+    load_Ri = np.zeros((ranks, per_rank), np.int64)
+    changed_R = np.zeros(ranks, np.int64)  # the visit at which a rank last changed
+    seen_RR = np.zeros((ranks, ranks), np.int64)  # the visit that last left a pair as it was
     for layer in range(layers):
         demand_E, rank_E = demand_LE[layer], rank_LE[layer]
         load_R[:] = 0
@@ -79,29 +87,42 @@ def swap_descent(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
         for e in range(experts):
             r = rank_E[e]
             member_Ri[r, held_R[r]] = e
+            load_Ri[r, held_R[r]] = demand_E[e]
             held_R[r] += 1
             load_R[r] += demand_E[e]
         settled = 0  # pairs in a row without a swap
         pairs = ranks * (ranks - 1) // 2
+        visit = 0
+        changed_R[:] = 0
+        seen_RR[:] = -1
         while settled < pairs:
             for x in range(ranks):
                 for y in range(x + 1, ranks):
                     settled += 1
+                    visit += 1
+                    if seen_RR[x, y] >= max(changed_R[x], changed_R[y]):
+                        continue  # as it was when no swap was found
+                    seen_RR[x, y] = visit
                     apart = load_R[x] - load_R[y]
-                    best, best_i, best_j = abs(apart), -1, -1
-                    for i in range(per_rank):
+                    best = abs(apart)
+                    for i in range(per_rank):  # the least first, without branches
                         for j in range(per_rank):
-                            moved = demand_E[member_Ri[x, i]] - demand_E[member_Ri[y, j]]
-                            left = abs(apart - 2 * moved)
-                            if left < best:
-                                best, best_i, best_j = left, i, j
-                    if best_i >= 0:
-                        e, f = member_Ri[x, best_i], member_Ri[y, best_j]
-                        moved = demand_E[e] - demand_E[f]
-                        load_R[x] -= moved
-                        load_R[y] += moved
-                        member_Ri[x, best_i], member_Ri[y, best_j] = f, e
-                        settled = 0
+                            left = abs(apart - 2 * (load_Ri[x, i] - load_Ri[y, j]))
+                            best = left if left < best else best
+                    if best == abs(apart):
+                        continue
+                    i = j = 0
+                    while abs(apart - 2 * (load_Ri[x, i] - load_Ri[y, j])) != best:
+                        j += 1
+                        if j == per_rank:
+                            i, j = i + 1, 0
+                    moved = load_Ri[x, i] - load_Ri[y, j]
+                    load_R[x] -= moved
+                    load_R[y] += moved
+                    load_Ri[x, i], load_Ri[y, j] = load_Ri[y, j], load_Ri[x, i]
+                    member_Ri[x, i], member_Ri[y, j] = member_Ri[y, j], member_Ri[x, i]
+                    changed_R[x] = changed_R[y] = visit + 1
+                    settled = 0
         for r in range(ranks):
             for i in range(per_rank):
                 rank_E[member_Ri[r, i]] = r

@@ -10,10 +10,12 @@ from numba import types
 from numpy.typing import NDArray
 
 from routepack.kernels.jit import PerLoad, inlined
+from routepack.kernels.layout import OVER_WEIGHT
 from routepack.kernels.rng import draw, high, low, unit
 
 _READ_U16 = types.Array(types.uint16, 3, "C", readonly=True)
 _READ_U32 = types.Array(types.uint32, 3, "C", readonly=True)
+OVER = np.int64(OVER_WEIGHT)
 LARGEST = 3  # ranks kept per group: a swap changes two, the third is the maximum of the rest
 
 
@@ -28,8 +30,14 @@ def _group_demand(demand_BLE, demand_SLE, group_S):  # type: ignore[no-untyped-d
 
 
 @inlined
-def find_largest(load_RB, top_kB, rank_kB):  # type: ignore[no-untyped-def]
-    """The LARGEST ranks of every group, by load; ties to the lowest rank. Returns their sum."""
+def charged(peak, limit):  # type: ignore[no-untyped-def]
+    """The routed tokens of a busiest rank, and the charge for what is above the limit."""
+    return np.int64(peak) + OVER * max(np.int64(0), peak - limit)
+
+
+@inlined
+def find_largest(load_RB, top_kB, rank_kB, limit):  # type: ignore[no-untyped-def]
+    """The LARGEST ranks of every group, by load; ties to the lowest rank. Returns their cost."""
     ranks, groups = load_RB.shape
     top_kB[:] = -1
     rank_kB[:] = -1
@@ -47,17 +55,29 @@ def find_largest(load_RB, top_kB, rank_kB):  # type: ignore[no-untyped-def]
                 top_kB[2, b], rank_kB[2, b] = load, r
     total = np.int64(0)
     for b in range(groups):
-        total += top_kB[0, b]
+        total += charged(top_kB[0, b], limit)
     return total
 
 
 def _anneal_layers(  # type: ignore[no-untyped-def]
-    demand_LEB, ranks, rank_LE, first, last, proposals, start, cooling, key, busiest_L
+    demand_LEB,
+    ranks,
+    per_node,
+    limit,
+    rank_LE,
+    first,
+    last,
+    proposals,
+    start,
+    cooling,
+    key,
+    busiest_L,
 ):
     """Anneal layers first..last-1 of rank_LE in place to the best found; busiest_L gets its cost.
 
-    A proposal swaps an expert of the busiest rank of a random group with one of another rank. The
-    temperature falls from `start` to start / cooling, in mean excesses of a busiest rank.
+    A proposal swaps an expert of the busiest rank of a random group with one of another rank of its
+    node (of `per_node` ranks). The temperature falls from `start` to start / cooling, in mean
+    excesses of a busiest rank.
     """
     _, experts, groups = demand_LEB.shape
     per_rank = experts // ranks
@@ -79,7 +99,7 @@ def _anneal_layers(  # type: ignore[no-untyped-def]
             for b in range(groups):
                 load_RB[r, b] += demand_EB[e, b]
                 total += demand_EB[e, b]
-        now = find_largest(load_RB, top_kB, rank_kB)
+        now = find_largest(load_RB, top_kB, rank_kB, limit)
         best = now
         best_E[:] = rank_E
         excess = max(1.0, (now - total / ranks) / groups)
@@ -88,7 +108,7 @@ def _anneal_layers(  # type: ignore[no-untyped-def]
             first_bits, second_bits = draw(key, at), draw(key, at + np.uint64(1))
             b = high(first_bits, groups)
             x = rank_kB[0, b]
-            y = low(first_bits, ranks - 1)
+            y = x // per_node * per_node + low(first_bits, per_node - 1)
             y += y >= x
             i, j = high(second_bits, per_rank), low(second_bits, per_rank)
             e, f = member_Ri[x, i], member_Ri[y, j]
@@ -103,7 +123,7 @@ def _anneal_layers(  # type: ignore[no-untyped-def]
                     rest = top_kB[1, b]
                 if rank_kB[0, b] != x and rank_kB[0, b] != y:
                     rest = top_kB[0, b]
-                after += max(largest, rest)
+                after += charged(max(largest, rest), limit)
             if after > limit:
                 continue
             for b in range(groups):
@@ -112,7 +132,7 @@ def _anneal_layers(  # type: ignore[no-untyped-def]
                 load_RB[y, b] += moved
             member_Ri[x, i], member_Ri[y, j] = f, e
             rank_E[e], rank_E[f] = y, x
-            now = find_largest(load_RB, top_kB, rank_kB)
+            now = find_largest(load_RB, top_kB, rank_kB, limit)
             if now < best:
                 best = now
                 best_E[:] = rank_E
@@ -141,8 +161,8 @@ def group_demand(
 anneal_layers = PerLoad(
     _anneal_layers,
     lambda load: types.void(
-        load[:, :, ::1], types.int64, types.int32[:, ::1], types.int64, types.int64, types.int64,
-        types.float64, types.float64, types.uint64, types.int64[::1],
+        load[:, :, ::1], types.int64, types.int64, types.int64, types.int32[:, ::1], types.int64,
+        types.int64, types.int64, types.float64, types.float64, types.uint64, types.int64[::1],
     ),
     allocates=True,
 )  # fmt: skip

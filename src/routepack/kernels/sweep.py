@@ -12,6 +12,7 @@ from routepack.kernels.evaluation import energy, evaluate, spread_change
 from routepack.kernels.layout import TOTAL_WEIGHT, State, Static, of_static, state_type, static_type
 from routepack.kernels.moves import apply, propose
 from routepack.kernels.rng import draw, unit
+from routepack.kernels.units import UNIT, try_units
 
 # Where a sweep leaves its results.
 ENERGY, BEST, ACCEPTED, EVALUATED, RESULTS = 0, 1, 2, 3, 4
@@ -36,28 +37,36 @@ def _sweep(
     too, and `spread_weight` charges unequal cells, of which the energy sees only the largest. The
     best is always kept by the energy of the design.
     """
-    now = energy(state, total_weight)
+    now = energy(static, state, total_weight)
     best = results[BEST]
     accepted, evaluated = 0, 0
+    one = np.uint64(1)
     for n in range(proposals):
         at = counter + np.uint64(DRAWS * n)
-        x, y, i, j = propose(static, state, draw(key, at), draw(key, at + np.uint64(1)))
-        if x < 0:
-            continue
-        limit = now - temperature * math.log(unit(draw(key, at + np.uint64(2))))
-        if spread_weight > 0.0:
-            limit -= spread_weight * spread_change(static, state, x, y, i, j)
-        after, full = evaluate(static, state, x, y, i, j, total_weight, limit, True)
-        if full:
+        first, second, third = draw(key, at), draw(key, at + one), draw(key, at + one + one)
+        limit = now - temperature * math.log(unit(third))
+        if static.units > 0 and unit(draw(third, one)) < UNIT:
+            after = try_units(static, state, first, second, total_weight, limit)
             evaluated += 1
-        if after > limit:
-            continue
-        apply(static, state, x, y, i, j)
-        now = energy(state, total_weight)
+            if after > limit:
+                continue
+        else:
+            x, y, i, j = propose(static, state, first, second)
+            if x < 0:
+                continue
+            if spread_weight > 0.0:
+                limit -= spread_weight * spread_change(static, state, x, y, i, j)
+            after, full = evaluate(static, state, x, y, i, j, total_weight, limit, True)
+            if full:
+                evaluated += 1
+            if after > limit:
+                continue
+            apply(static, state, x, y, i, j)
+        now = energy(static, state, total_weight)
         accepted += 1
         reached = now
         if total_weight != TOTAL_WEIGHT:
-            reached = energy(state, TOTAL_WEIGHT)
+            reached = energy(static, state, TOTAL_WEIGHT)
         if reached < best:
             best = reached
             for s in range(len(best_S)):

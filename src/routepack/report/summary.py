@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from routepack.plan import Plan
+from routepack.report.memory import Busiest
 from routepack.report.text import cost_model_text, cost_text, printable
 
 
 def plan_summary(
-    plan: Plan, *, cost_source: str, apart_seconds: dict[str, float]
+    plan: Plan,
+    *,
+    cost_source: str,
+    apart_seconds: dict[str, float],
+    busiest: Busiest | None = None,
+    current: tuple[str, NDArray[np.int32]] | None = None,
 ) -> RenderableType:
     """A line a fact. `cost_source` says where the cost model is from, `apart_seconds` names what
-    was spent outside planning."""
+    was spent outside planning, `current` names the placement [L, E] held so far (contiguous)."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for name, value in (
         ("method", plan.method),
         ("window", _window(plan)),
         ("topology", _topology(plan)),
         ("cost model", f"{cost_source}: {cost_model_text(plan.cost_model)}"),
+        ("required", _required(plan)),
         ("rows", _rows(plan)),
         ("slowest shard", _slowest(plan)),
         ("attention", _share(plan.score.attention, plan)),
         ("expert", _share(plan.score.expert, plan)),
         ("worst row", cost_text(plan.score.worst_row)),
         ("bound", _bound(plan)),
-        ("experts moved", _moved(plan)),
+        ("busiest rank", _busiest(plan, busiest)),
+        ("experts moved", _moved(plan, current)),
         ("planning", _planning(plan)),
         ("apart from it", ", ".join(f"{k} {v:.2f} s" for k, v in apart_seconds.items())),
     ):
-        table.add_row(Text(name, "bold"), Text(printable(value)))
+        if value:
+            table.add_row(Text(name, "bold"), Text(printable(value)))
     return table
 
 
@@ -79,13 +89,30 @@ def _bound(plan: Plan) -> str:
     )
 
 
-def _moved(plan: Plan) -> str:
-    """Experts whose EP rank differs from the contiguous placement."""
+def _required(plan: Plan) -> str:
+    """The requirements that are on; nothing where none is."""
+    return ", ".join(
+        name if value is True else f"{name} = {value}" for name, value in plan.requirements.named()
+    )
+
+
+def _busiest(plan: Plan, busiest: Busiest | None) -> str:
+    if busiest is None:
+        return ""
+    shard = f", shard {busiest.shard}" if plan.topology.edp > 1 else ""
+    limit = plan.requirements.memory_limit_tokens
+    limited = "" if limit is None else f", limit {limit:,}"
+    where = f"EP rank {busiest.rank}, layer {busiest.layer}, row {busiest.row}{shard}"
+    return f"{busiest.tokens:,} routed tokens ({where}){limited}"
+
+
+def _moved(plan: Plan, current: tuple[str, NDArray[np.int32]] | None) -> str:
+    """Experts whose EP rank differs from the placement held so far."""
     placement_LE = plan.placement_LE
     per_rank = plan.window.experts // plan.topology.ep
-    home_E = np.arange(plan.window.experts) // per_rank
-    moved = int((placement_LE // per_rank != home_E).sum())
-    return f"{moved:,} of {placement_LE.size:,} are on another EP rank than contiguous"
+    name, current_LE = current or ("contiguous", np.arange(plan.window.experts)[None])
+    moved = int((placement_LE // per_rank != current_LE // per_rank).sum())
+    return f"{moved:,} of {placement_LE.size:,} are on another EP rank than {name}"
 
 
 def _planning(plan: Plan) -> str:

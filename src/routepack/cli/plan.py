@@ -1,0 +1,145 @@
+"""`routepack plan`: one optimizer step, planned, written and summarised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+import routepack
+from routepack.cli.inputs import choose_budget, choose_topology, load_window
+from routepack.cli.options import (
+    CostFile,
+    Dp,
+    Edp,
+    Ep,
+    EqualSamples,
+    MaxSamples,
+    MemoryLimit,
+    RanksPerNode,
+    RoutingGroups,
+    RowsMultiple,
+    Together,
+    TokenCap,
+    TopologyFile,
+    UniformRows,
+    number,
+    whole,
+)
+from routepack.cli.terminal import require_outputs, stdout, waiting
+from routepack.cost import DEFAULT, CostModel
+from routepack.errors import InputError
+from routepack.files import read_plan, write_atomically, write_plan
+from routepack.plan import METHODS, Plan
+from routepack.report import plan_summary
+from routepack.report.memory import Busiest
+from routepack.requirements import Requirements
+
+
+def plan(
+    window_path: Annotated[
+        Path, typer.Argument(metavar="WINDOW", help="A routepack.window/1 file (safetensors).")
+    ],
+    token_cap: TokenCap,
+    out: Annotated[Path, typer.Option(help="The plan file to write (JSON).", metavar="FILE")],
+    dp: Dp = None,
+    ep: Ep = None,
+    edp: Edp = None,
+    topology_path: TopologyFile = None,
+    cost_path: CostFile = None,
+    method: Annotated[
+        str, typer.Option(metavar="NAME", help=f"One of {', '.join(METHODS)}.")
+    ] = "routepack",
+    seconds: Annotated[float | None, number("Time to plan. Default: 1.")] = None,
+    evaluations: Annotated[
+        int | None, whole("Moves to propose instead: the same plan, byte for byte, every time.")
+    ] = None,
+    seed: Annotated[int, whole("Of the search.")] = 0,
+    threads: Annotated[int | None, whole("Default: the CPUs this process may use.")] = None,
+    current_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--current-placement",
+            metavar="PLAN",
+            help="A plan with the placement held now; few experts move. Default: contiguous.",
+        ),
+    ] = None,
+    fixed_placement: Annotated[
+        bool,
+        typer.Option("--fixed-placement", help="Plan micro-batches only: no expert moves."),
+    ] = False,
+    equal_samples_per_rank: EqualSamples = False,
+    rows_multiple_of: RowsMultiple = 1,
+    max_samples_per_cell: MaxSamples = None,
+    together: Together = None,
+    uniform_rows: UniformRows = False,
+    memory_limit_tokens: MemoryLimit = None,
+    routing_groups: RoutingGroups = None,
+    ranks_per_node: RanksPerNode = None,
+    stats: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write times and the course of the search (JSON)."),
+    ] = None,
+) -> None:
+    """Plan one optimizer step: where each expert lives, which micro-batch trains each sample."""
+    require_outputs([out, stats], inputs=[window_path, topology_path, cost_path, current_path])
+    topology = choose_topology(topology_path, dp, ep, edp)
+    cost_model = DEFAULT if cost_path is None else CostModel.from_toml(cost_path)
+    budget = choose_budget(seconds, evaluations)
+    requirements = Requirements(
+        equal_samples_per_rank=equal_samples_per_rank,
+        rows_multiple_of=rows_multiple_of,
+        max_samples_per_cell=max_samples_per_cell,
+        together=together,
+        uniform_rows=uniform_rows,
+        memory_limit_tokens=memory_limit_tokens,
+        routing_groups=routing_groups,
+        ranks_per_node=ranks_per_node,
+    )
+    current = None if current_path is None else (str(current_path), _placement_LE(current_path))
+    window, apart = load_window(window_path, threads, "routepack.planner", "routepack.counting")
+    with waiting(f"planning with {method} ..."):
+        result = routepack.plan(
+            window,
+            topology,
+            token_cap=token_cap,
+            cost_model=cost_model,
+            method=method,
+            budget=budget,
+            current_placement=None if current is None else current[1],
+            seed=seed,
+            threads=threads,
+            fixed_placement=fixed_placement,
+            requirements=requirements,
+        )
+    write_plan(out, result)
+    if stats is not None:
+        write_atomically(stats, _stats_bytes(result, apart))
+    summary = plan_summary(
+        result,
+        cost_source="default, no --cost-model was given" if cost_path is None else str(cost_path),
+        apart_seconds=apart,
+        busiest=Busiest.of(window, result),
+        current=current,
+    )
+    stdout().print(summary)
+    typer.echo(f"wrote {out}")
+
+
+def _placement_LE(path: Path) -> NDArray[np.int32]:
+    """Slots [L, E] of a plan file. Raises InputError, prefixed with `path`."""
+    held = read_plan(path)
+    try:
+        return held.checked_placement_LE()
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _stats_bytes(plan: Plan, apart_seconds: dict[str, float]) -> bytes:
+    """`Plan.stats` as JSON, with the seconds outside planning; times never enter the plan file."""
+    stats = {f"{name}_seconds": value for name, value in apart_seconds.items()} | plan.stats
+    return (json.dumps(stats, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()

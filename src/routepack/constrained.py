@@ -1,0 +1,221 @@
+"""Rows and layouts under a trainer's requirements (rules.py): proven bounds, greedy, repair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routepack.errors import InfeasibleError
+from routepack.kernels.inserting import insert, repair
+from routepack.kernels.rng import stream_key
+from routepack.requirements import Requirements
+from routepack.rows import Rows, minimal_rows, split_to
+from routepack.rules import Rules, tag_index_S
+from routepack.topology import Topology
+from routepack.window import Window
+
+ATTEMPTS = 6  # at a layout, with orders that differ more and more
+NOISE = 0.05  # of the logarithm of a sample's weight in the order, per attempt
+REPAIR_STEPS = 400_000
+MORE_ROWS = 8  # multiples of rows beyond the fewest that are tried
+LAYOUT = 5  # stream of random numbers
+
+
+def row_lower_bound(
+    window: Window, token_cap: int, topology: Topology, requirements: Requirements, seed: int
+) -> tuple[int, str]:
+    """Rows that any layout under the requirements needs, and what proves it.
+
+    Raises InfeasibleError where a tag has fewer samples than a row has cells.
+    """
+    parts = _parts(window, token_cap, topology, requirements, seed)
+    return _rounded(parts, requirements)
+
+
+def fewest_rows(
+    window: Window,
+    token_cap: int,
+    topology: Topology,
+    requirements: Requirements,
+    work_S: NDArray[np.float64],
+    seed: int,
+) -> tuple[Rows, Rules, NDArray[np.int32] | None]:
+    """The fewest rows with a layout under the requirements, its rules, and the layout (cell_S).
+
+    Where they leave the layout free, any at these rows will do, and None is returned for it.
+    Raises InfeasibleError, which says what stands in the way.
+    """
+    parts = _parts(window, token_cap, topology, requirements, seed)
+    lower, method = _rounded(parts, requirements)
+    multiple = requirements.rows_multiple_of
+    known = sum(part.rows for part in parts)
+    first = -(-known // multiple) * multiple
+    for rows in range(first, first + MORE_ROWS * multiple, multiple):
+        if window.samples < rows * topology.dp:
+            break
+        rules = Rules(window, topology, rows, requirements, _tag_rows(parts, rows, topology.dp))
+        certified = rows == lower
+        name = method if certified else "best known"
+        if not rules.shaped:
+            return Rows(rows, lower, certified, name, parts[0].bins), rules, None
+        for cell_S in layouts(rules, token_cap, work_S, ATTEMPTS, seed, _packed_S(parts, rules)):
+            return Rows(rows, lower, certified, name, []), rules, cell_S
+    required = ", ".join(f"{name} = {value}" for name, value in requirements.named())
+    if window.samples < first * topology.dp:
+        expected = (
+            f"at least {first * topology.dp}, none of {first} rows of cells empty: {required}"
+        )
+        raise InfeasibleError.at("samples", window.samples, expected)
+    expected = f"room for a layout, none was found in {first} to {rows} rows: {required}"
+    raise InfeasibleError.at("token_cap", token_cap, expected)
+
+
+@dataclass(eq=False)
+class _Part:
+    """The samples of a tag (or all): rows that are needed, and that are known to do."""
+
+    lower: int
+    rows: int
+    method: str
+    samples_s: NDArray[np.int64]
+    tokens: int
+    bins: list[list[int]]
+    """Of positions in `samples_s`."""
+
+
+def _parts(
+    window: Window, token_cap: int, topology: Topology, requirements: Requirements, seed: int
+) -> list[_Part]:
+    tag_S = np.zeros(window.samples, np.int64)
+    if requirements.uniform_rows:
+        tag_S = tag_index_S(window)
+    parts = []
+    for tag in range(int(tag_S.max()) + 1):
+        samples_s = np.flatnonzero(tag_S == tag)
+        lengths_s = np.array(window.lengths_S[samples_s])
+        if requirements.uniform_rows and len(lengths_s) < topology.dp:
+            assert window.tag_S is not None
+            name = int(window.tag_S[samples_s[0]])
+            expected = f"at least the {topology.dp} DP ranks, for uniform_rows"
+            raise InfeasibleError.at("samples with tag", len(lengths_s), expected, name)
+        found = minimal_rows(lengths_s, token_cap, topology.dp, seed=seed)
+        lower, rows, method = found.lower_bound, found.rows, found.method
+        if requirements.max_samples_per_cell is not None:
+            held = -(-len(lengths_s) // (requirements.max_samples_per_cell * topology.dp))
+            if held > lower:
+                lower, method = held, "samples per cell"
+            rows = max(rows, held)
+        parts.append(_Part(lower, rows, method, samples_s, int(lengths_s.sum()), found.bins))
+    return parts
+
+
+def _rounded(parts: list[_Part], requirements: Requirements) -> tuple[int, str]:
+    lower, multiple = sum(part.lower for part in parts), requirements.rows_multiple_of
+    method = " and ".join(sorted({part.method for part in parts}))
+    if len(parts) > 1:
+        method = f"tag by tag: {method}"
+    if lower % multiple:
+        method = f"{method}, to a multiple of {multiple}"
+    return -(-lower // multiple) * multiple, method
+
+
+def _tag_rows(parts: list[_Part], rows: int, ranks: int) -> NDArray[np.int64] | None:
+    """The tag of each row: spare rows go where rows are fullest."""
+    if len(parts) == 1:
+        return None
+    count = [part.rows for part in parts]
+    for _ in range(rows - sum(count)):
+        able = [k for k, part in enumerate(parts) if len(part.samples_s) >= (count[k] + 1) * ranks]
+        count[max(able or [0], key=lambda k: parts[k].tokens / count[k])] += 1
+    return np.repeat(np.arange(len(parts)), count)
+
+
+def _packed_S(parts: list[_Part], rules: Rules) -> NDArray[np.int32] | None:
+    """The packing that the rows were found by, tag by tag, where samples are free to move."""
+    if rules.on_ranks:
+        return None
+    ranks = rules.topology.dp
+    tag_m = np.zeros(rules.rows, np.int64) if rules.tag_m is None else rules.tag_m
+    cell_S = np.empty(rules.window.samples, np.int32)
+    for tag, part in enumerate(parts):
+        rows = int((tag_m == tag).sum())
+        first = int((tag_m < tag).sum()) * ranks
+        for b, members in enumerate(split_to(part.bins, rows * ranks)):
+            cell_S[part.samples_s[members]] = first + b
+    return cell_S
+
+
+def layouts(
+    rules: Rules,
+    token_cap: int,
+    work_S: NDArray[np.float64],
+    attempts: int,
+    seed: int,
+    packed_S: NDArray[np.int32] | None = None,
+) -> Iterator[NDArray[np.int32]]:
+    """Layouts (cell_S) that the rules allow, lightest-cell ones and fullest-cell ones in turn.
+
+    At last `packed_S` is repaired: it keeps a tight cap that greedy layouts miss.
+    """
+    lengths_S = np.array(rules.window.lengths_S)
+    ranks = rules.topology.dp
+    lane_c = rules.lane_c.astype(np.int64)
+    rng = np.random.default_rng([seed, LAYOUT])
+    for attempt in range(attempts):
+        noise_S = np.exp(NOISE * attempt * rng.standard_normal(len(lengths_S)))
+        rank_S = unit_ranks_S(rules, token_cap, work_S, rng, NOISE * attempt)
+        for fullest, weight_S in ((False, work_S), (True, lengths_S)):
+            order_S = np.argsort(-weight_S * noise_S, kind="stable")
+            cell_S = insert(
+                order_S, lengths_S, work_S, rules.lane_S(rank_S), lane_c, ranks, token_cap,
+                rules.most, rules.quota, fullest,
+            )  # fmt: skip
+            if cell_S.min() < 0:
+                continue
+            key = stream_key(seed, LAYOUT, attempt, int(fullest))
+            wrong = repair(
+                cell_S, lengths_S, rules.lane_S(rank_S), lane_c, ranks, token_cap, rules.most,
+                rules.quota, REPAIR_STEPS, key,
+            )  # fmt: skip
+            if wrong == 0 and rules.hold(cell_S):
+                yield cell_S
+    if packed_S is not None:
+        cell_S = packed_S.copy()
+        wrong = repair(
+            cell_S, lengths_S, rules.lane_S(None), lane_c, ranks, token_cap, rules.most,
+            rules.quota, REPAIR_STEPS, stream_key(seed, LAYOUT, attempts),
+        )  # fmt: skip
+        if wrong == 0 and rules.hold(cell_S):
+            yield cell_S
+
+
+def unit_ranks_S(
+    rules: Rules,
+    token_cap: int,
+    work_S: NDArray[np.float64],
+    rng: np.random.Generator,
+    noise: float,
+) -> NDArray[np.int64] | None:
+    """A DP rank for each group that stays on one, heaviest first to the lightest with room."""
+    if not rules.on_ranks:
+        return None
+    units, unit_S, _, _ = rules.units
+    ranks = rules.topology.dp
+    work_U = np.bincount(unit_S, weights=work_S, minlength=units)
+    tokens_U = np.bincount(unit_S, weights=rules.window.lengths_S, minlength=units)
+    size_U = np.bincount(unit_S, minlength=units)
+    work_d, tokens_d, size_d = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks, np.int64)
+    quota = rules.quota if rules.quota >= 0 else rules.window.samples
+    rank_U = np.zeros(units, np.int64)
+    for u in np.argsort(-work_U * np.exp(noise * rng.standard_normal(units)), kind="stable"):
+        full_d = tokens_d + tokens_U[u] > rules.rows * token_cap
+        full_d |= size_d + size_U[u] > quota
+        d = int(np.lexsort((work_d, full_d))[0])
+        rank_U[u] = d
+        work_d[d] += work_U[u]
+        tokens_d[d] += tokens_U[u]
+        size_d[d] += size_U[u]
+    return np.asarray(rank_U[unit_S])
