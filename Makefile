@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 TOOLS := $(VENV)/tools.stamp
 PACKAGE := $(VENV)/package.stamp
+TORCH := $(VENV)/torch.stamp
 # Directories are listed too, so that deleting a module reinstalls.
 SOURCES := $(shell find src -name __pycache__ -prune -o -name '.*' -prune -o -print)
 
@@ -28,11 +29,11 @@ demo-plan: $(PACKAGE)
 # Two test workers would compile the same kernels twice.
 KERNELS := $(BIN)/python -c 'import routepack.planner, routepack.counting'
 
-test: $(PACKAGE)  ## run the tests, without the slow ones
+test: $(PACKAGE) $(TORCH)  ## run the tests, without the slow ones
 	@$(KERNELS)
 	$(BIN)/pytest -n $(WORKERS) --benchmark-disable -m "not slow"
 
-check: $(PACKAGE)  ## run the slow tests and fuzz every property for longer
+check: $(PACKAGE) $(TORCH)  ## run the slow tests and fuzz every property for longer
 	@$(KERNELS)
 	HYPOTHESIS_PROFILE=check $(BIN)/pytest -n $(WORKERS) --benchmark-disable -m "slow or hypothesis"
 
@@ -64,6 +65,12 @@ $(TOOLS): requirements/dev.lock
 	@echo "installing the pinned tools into $(VENV)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) install --no-deps -r requirements/dev.lock
+	@touch $@
+
+# Only tests need it: the package does without.
+$(TORCH): $(TOOLS) requirements/torch.lock
+	@echo "installing PyTorch into $(VENV)"
+	@$(PIP) install --no-deps -r requirements/torch.lock
 	@touch $@
 
 # The old copy goes first, compiled kernels included: numba does not notice a change in a kernel

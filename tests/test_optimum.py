@@ -74,14 +74,13 @@ def found_by_search(
 ) -> Any:
     """The score that the layout search reaches under a fixed placement."""
     start = next(iter(all_layouts(problem))).astype(np.int32)
-    bins = [cell for row in problem.to_rows(start) for cell in row]
     bound = problem.measure(problem.static(rank_LE), start).score.total / problem.topology.edp
-    archive, _ = search(
-        problem, rank_LE, bins, bound=bound, rounds=FIXED_PLACEMENT,
+    [task] = search(
+        [problem], rank_LE, [start], bounds=[bound], rounds=FIXED_PLACEMENT,
         meter=Meter(Budget(evaluations=evaluations), time.perf_counter()), threads=1, seed=seed,
     )  # fmt: skip
-    assert archive.rank_LE is rank_LE
-    return archive.score.key
+    assert task.archive.rank_LE is rank_LE
+    return task.archive.score.key
 
 
 def test_search_reaches_the_optimum_of_tiny_instances() -> None:

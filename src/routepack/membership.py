@@ -25,6 +25,8 @@ def balanced_steps(window: Window, steps: int, seed: int, *, together: bool) -> 
     With `together` the samples of a group stay in one step. Raises InfeasibleError where the
     samples (or groups of equal size) cannot be dealt out evenly.
     """
+    if steps == 1:
+        return np.zeros(window.samples, np.int64)
     unit_S = np.arange(window.samples)
     if together:
         assert window.group_S is not None

@@ -151,7 +151,10 @@ def _validate_passes(
     for k, one in enumerate(passes):
         if one.name in names[:k]:
             raise InputError.at("pass.name", repr(one.name), "each name once", k)
-        validate(window, topology, one.token_cap, "routepack", seed, threads)
+        try:
+            validate(window, topology, one.token_cap, "routepack", seed, threads)
+        except InputError as error:
+            raise type(error)(f"pass {one.name}: {error}") from None
 
 
 def _split(budget: Budget, passes: bool) -> tuple[Budget, Budget]:

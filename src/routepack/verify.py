@@ -64,15 +64,24 @@ def verify_set(window: Window, planset: PlanSet) -> list[str]:
         return ["window: expected the one that the planset was made for, found another"]
     placements = {plan.placement for plan in (*planset.plans, *planset.passes.values())}
     broken = ["placement: expected one for all plans"] if len(placements) > 1 else []
+    first = planset.plans[0]
+    broken += [
+        f"plans: {field}: expected one for all steps"
+        for field in ("topology", "token_cap", "cost_model", "requirements")
+        if any(getattr(plan, field) != getattr(first, field) for plan in planset.plans)
+    ]
     step_of: dict[int, int] = {}
     for k, plan in enumerate(planset.plans):
         flat = [i for row in plan.rows for cell in row for i in cell]
+        if not flat:
+            broken.append(f"plans[{k}]: rows = []: expected at least one row")
+            continue
         wrong = [i for i in flat if not 0 <= i < window.samples or step_of.get(i, k) != k]
         if wrong:
             expected = f"a sample in 0..{window.samples - 1}, in one step only"
             return [*broken, f"plans[{k}]: rows = {wrong[0]}: expected {expected}"]
         step_of.update(dict.fromkeys(flat, k))
-        index = planset.samples_of(k)
+        index = np.unique(flat)
         position = {int(i): n for n, i in enumerate(index)}
         rows = tuple(tuple(tuple(position[i] for i in c) for c in row) for row in plan.rows)
         local = msgspec.structs.replace(plan, rows=rows)

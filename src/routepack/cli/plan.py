@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -30,11 +30,29 @@ from routepack.cli.options import (
     number,
     whole,
 )
+from routepack.cli.steps import (
+    Batch,
+    Passes,
+    Steps,
+    planset_stats,
+    planset_summary,
+    read_plans,
+)
 from routepack.cli.terminal import require_outputs, stdout, waiting
+from routepack.cli.trained import (
+    Missing,
+    PadCp,
+    PadExperts,
+    PadMissing,
+    PadMultiple,
+    PadTp,
+    read_padding,
+)
 from routepack.cost import DEFAULT, CostModel
 from routepack.errors import InputError
-from routepack.files import read_plan, write_atomically, write_plan
+from routepack.files import write_atomically
 from routepack.plan import METHODS, Plan
+from routepack.planset import PlanSet
 from routepack.report import plan_summary
 from routepack.report.memory import Busiest
 from routepack.requirements import Requirements
@@ -80,15 +98,30 @@ def plan(
     memory_limit_tokens: MemoryLimit = None,
     routing_groups: RoutingGroups = None,
     ranks_per_node: RanksPerNode = None,
+    pad_multiple: PadMultiple = None,
+    pad_cp: PadCp = None,
+    pad_tp: PadTp = None,
+    pad_experts: PadExperts = None,
+    pad_missing: PadMissing = False,
+    missing: Missing = None,
+    steps: Steps = None,
+    passes: Passes = None,
     stats: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also write times and the course of the search (JSON)."),
     ] = None,
 ) -> None:
-    """Plan one optimizer step: where each expert lives, which micro-batch trains each sample."""
-    require_outputs([out, stats], inputs=[window_path, topology_path, cost_path, current_path])
+    """Plan an optimizer step: where each expert lives, which micro-batch trains each sample.
+
+    With --steps or --pass: several steps of a batch, and other passes over it, written as a
+    routepack.planset/1.
+    """
+    batch = Batch.of(steps, passes, method)
+    read = [window_path, topology_path, cost_path, current_path, *batch.cost_paths]
+    require_outputs([out, stats], inputs=read)
     topology = choose_topology(topology_path, dp, ep, edp)
     cost_model = DEFAULT if cost_path is None else CostModel.from_toml(cost_path)
+    other_passes = batch.read_passes(cost_model, token_cap)
     budget = choose_budget(seconds, evaluations)
     requirements = Requirements(
         equal_samples_per_rank=equal_samples_per_rank,
@@ -100,46 +133,57 @@ def plan(
         routing_groups=routing_groups,
         ranks_per_node=ranks_per_node,
     )
+    padding = read_padding(pad_multiple, pad_cp, pad_tp, pad_experts, pad_missing)
     current = None if current_path is None else (str(current_path), _placement_LE(current_path))
     window, apart = load_window(window_path, threads, "routepack.planner", "routepack.counting")
-    with waiting(f"planning with {method} ..."):
-        result = routepack.plan(
-            window,
-            topology,
-            token_cap=token_cap,
-            cost_model=cost_model,
-            method=method,
-            budget=budget,
-            current_placement=None if current is None else current[1],
-            seed=seed,
-            threads=threads,
-            fixed_placement=fixed_placement,
-            requirements=requirements,
-        )
-    write_plan(out, result)
-    if stats is not None:
-        write_atomically(stats, _stats_bytes(result, apart))
-    summary = plan_summary(
-        result,
-        cost_source="default, no --cost-model was given" if cost_path is None else str(cost_path),
-        apart_seconds=apart,
-        busiest=Busiest.of(window, result),
-        current=current,
+    options: dict[str, Any] = dict(
+        token_cap=token_cap,
+        cost_model=cost_model,
+        budget=budget,
+        current_placement=None if current is None else current[1],
+        seed=seed,
+        threads=threads,
+        fixed_placement=fixed_placement,
+        requirements=requirements,
+        padding=padding,
+        estimate=missing,
     )
+    result: Plan | PlanSet
+    with waiting(f"planning with {method} ..."):
+        if batch.asked:
+            options |= dict(steps=batch.steps_of(window), passes=other_passes)
+            result = routepack.plan_steps(window, topology, **options)
+        else:
+            result = routepack.plan(window, topology, method=method, **options)
+    write_atomically(out, result.to_bytes())
+    if stats is not None:
+        measured = result.stats if isinstance(result, Plan) else planset_stats(result)
+        write_atomically(stats, _stats_bytes(measured, apart))
+    cost_source = "default, no --cost-model was given" if cost_path is None else str(cost_path)
+    if isinstance(result, Plan):
+        busiest = Busiest.of(result.trained().window(window), result)
+        summary = plan_summary(
+            result, cost_source=cost_source, apart_seconds=apart, busiest=busiest, current=current
+        )
+    else:
+        summary = planset_summary(
+            result, cost_source=cost_source, apart_seconds=apart, current=current
+        )
     stdout().print(summary)
     typer.echo(f"wrote {out}")
 
 
 def _placement_LE(path: Path) -> NDArray[np.int32]:
-    """Slots [L, E] of a plan file. Raises InputError, prefixed with `path`."""
-    held = read_plan(path)
+    """Slots [L, E] of a plan or planset file. Raises InputError, prefixed with `path`."""
+    held = read_plans(path)
+    first = held if isinstance(held, Plan) else held.plans[0]  # all have the same placement
     try:
-        return held.checked_placement_LE()
+        return first.checked_placement_LE()
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
 
-def _stats_bytes(plan: Plan, apart_seconds: dict[str, float]) -> bytes:
+def _stats_bytes(measured: dict[str, Any], apart_seconds: dict[str, float]) -> bytes:
     """`Plan.stats` as JSON, with the seconds outside planning; times never enter the plan file."""
-    stats = {f"{name}_seconds": value for name, value in apart_seconds.items()} | plan.stats
+    stats = {f"{name}_seconds": value for name, value in apart_seconds.items()} | measured
     return (json.dumps(stats, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
