@@ -100,7 +100,8 @@ def test_a_prompt_in_three_places_is_one_line() -> None:
     one = window(group_S=np.zeros(6, np.int32))
     asked = Requirements(together="cell")
     assert broken_requirements(asked, one, TOPOLOGY, PLACEMENT_LE, rows) == [
-        "group 0 = rows[0, 0] and rows[0, 1]: expected one cell, together = 'cell'"
+        "requirements: groups = 1: expected at least the 2 DP ranks, for together = 'cell'",
+        "group 0 = rows[0, 0] and rows[0, 1]: expected one cell, together = 'cell'",
     ]
 
 

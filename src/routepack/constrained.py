@@ -29,7 +29,7 @@ def row_lower_bound(
 ) -> tuple[int, str]:
     """Rows that any layout under the requirements needs, and what proves it.
 
-    Raises InfeasibleError where a tag has fewer samples than a row has cells.
+    Needs `requirements.check` to pass.
     """
     parts = _parts(window, token_cap, topology, requirements, seed)
     return _rounded(parts, requirements)
@@ -56,7 +56,11 @@ def fewest_rows(
     for rows in range(first, first + MORE_ROWS * multiple, multiple):
         if window.samples < rows * topology.dp:
             break
-        rules = Rules(window, topology, rows, requirements, _tag_rows(parts, rows, topology.dp))
+        count = _tag_rows(parts, rows, topology.dp)
+        if count is None:
+            break
+        tag_m = np.repeat(np.arange(len(parts)), count) if len(parts) > 1 else None
+        rules = Rules(window, topology, rows, requirements, tag_m)
         certified = rows == lower
         name = method if certified else "best known"
         if not rules.shaped:
@@ -64,7 +68,10 @@ def fewest_rows(
         for cell_S in layouts(rules, token_cap, work_S, ATTEMPTS, seed, _packed_S(parts, rules)):
             return Rows(rows, lower, certified, name, []), rules, cell_S
     required = ", ".join(f"{name} = {value}" for name, value in requirements.named())
-    if window.samples < first * topology.dp:
+    if _tag_rows(parts, first, topology.dp) is None or window.samples < first * topology.dp:
+        if len(parts) > 1:
+            expected = f"samples of each tag for them, none of their cells empty: {required}"
+            raise InfeasibleError.at("rows", first, expected)
         expected = (
             f"at least {first * topology.dp}, none of {first} rows of cells empty: {required}"
         )
@@ -96,11 +103,6 @@ def _parts(
     for tag in range(int(tag_S.max()) + 1):
         samples_s = np.flatnonzero(tag_S == tag)
         lengths_s = np.array(window.lengths_S[samples_s])
-        if requirements.uniform_rows and len(lengths_s) < topology.dp:
-            assert window.tag_S is not None
-            name = int(window.tag_S[samples_s[0]])
-            expected = f"at least the {topology.dp} DP ranks, for uniform_rows"
-            raise InfeasibleError.at("samples with tag", len(lengths_s), expected, name)
         found = minimal_rows(lengths_s, token_cap, topology.dp, seed=seed)
         lower, rows, method = found.lower_bound, found.rows, found.method
         if requirements.max_samples_per_cell is not None:
@@ -122,15 +124,15 @@ def _rounded(parts: list[_Part], requirements: Requirements) -> tuple[int, str]:
     return -(-lower // multiple) * multiple, method
 
 
-def _tag_rows(parts: list[_Part], rows: int, ranks: int) -> NDArray[np.int64] | None:
-    """The tag of each row: spare rows go where rows are fullest."""
-    if len(parts) == 1:
-        return None
+def _tag_rows(parts: list[_Part], rows: int, ranks: int) -> list[int] | None:
+    """How many rows each tag has: spare ones go where rows are fullest; None: too few samples."""
     count = [part.rows for part in parts]
     for _ in range(rows - sum(count)):
         able = [k for k, part in enumerate(parts) if len(part.samples_s) >= (count[k] + 1) * ranks]
-        count[max(able or [0], key=lambda k: parts[k].tokens / count[k])] += 1
-    return np.repeat(np.arange(len(parts)), count)
+        if not able:
+            return None
+        count[max(able, key=lambda k: parts[k].tokens / count[k])] += 1
+    return count
 
 
 def _packed_S(parts: list[_Part], rules: Rules) -> NDArray[np.int32] | None:

@@ -16,6 +16,7 @@ def ffd_layout(problem: Problem) -> tuple[Problem, NDArray[np.int32]]:
     """First-fit decreasing (design section 4), with more rows where it misses the fewest."""
     bins = ffd_bins(problem.window.lengths_S, problem.token_cap)
     rows = max(problem.rows, -(-len(bins) // problem.topology.dp))
+    rows += -rows % problem.requirements.rows_multiple_of
     problem = problem.with_rows(rows)
     problem.require_samples("first-fit decreasing")
     return problem, problem.from_bins(split_to(bins, problem.cells))
@@ -32,7 +33,7 @@ def karmarkar_karp_layout(problem: Problem) -> tuple[Problem, NDArray[np.int32]]
         cell_S = karmarkar_karp_cells(problem)
         if cell_S is not None:
             return problem, cell_S
-        problem = problem.with_rows(problem.rows + 1)
+        problem = problem.with_rows(problem.rows + problem.requirements.rows_multiple_of)
 
 
 def karmarkar_karp_cells(problem: Problem) -> NDArray[np.int32] | None:

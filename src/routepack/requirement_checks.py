@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from routepack.errors import InputError
+from routepack.errors import InfeasibleError, InputError
 from routepack.objective import Layout, rank_load_LR
 from routepack.requirements import Requirements
 from routepack.topology import Topology
@@ -32,11 +32,14 @@ def broken_requirements(
     placement_LE  [L, E] slots, a bijection in every layer
     rows          [M][D][...] samples of the window, each at most once
     """
+    broken = []
     try:
         requirements.check(window, topology)
+    except InfeasibleError as error:
+        broken.append(f"requirements: {error}")
     except InputError as error:
         return [f"requirements: {error}"]
-    broken = [*_counts(requirements, rows, topology.dp)]
+    broken += _counts(requirements, rows, topology.dp)
     if requirements.together is not None:
         assert window.group_S is not None
         broken += _apart(requirements.together, window.group_S, rows)

@@ -85,6 +85,17 @@ class Requirements(
             )
         if self.uniform_rows and window.tag_S is None:
             raise InputError("tag: expected in the window, uniform_rows needs it")
+        if self.uniform_rows and window.tag_S is not None:
+            tags, counts = np.unique(window.tag_S, return_counts=True)
+            if counts.min() < topology.dp:
+                k = int(counts.argmin())
+                expected = f"at least the {topology.dp} DP ranks, for uniform_rows"
+                raise InfeasibleError.at("samples with tag", int(counts[k]), expected, int(tags[k]))
+        if self.together is not None and window.group_S is not None:
+            groups = len(np.unique(window.group_S))
+            if groups < topology.dp:
+                expected = f"at least the {topology.dp} DP ranks, for together = {self.together!r}"
+                raise InfeasibleError.at("groups", groups, expected)
         if self.equal_samples_per_rank and window.samples % topology.dp:
             expected = f"a multiple of the {topology.dp} DP ranks, for equal_samples_per_rank"
             raise InfeasibleError.at("samples", window.samples, expected)

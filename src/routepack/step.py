@@ -76,13 +76,17 @@ class Step:
 
     def at(self, rows: int) -> Step:
         """The same at other rows than the fewest known, with the bound that holds there."""
-        problem = self.problem if rows == self.problem.rows else self.problem.with_rows(rows)
-        if self.bound_method and problem is self.problem:
+        problem, found = self.problem, self.rows
+        if rows == problem.rows and self.bound_method:
             return self
+        if rows != problem.rows:
+            problem = problem.with_rows(rows)
+            if not problem.requirements.vacuous:
+                found = replace(found, method="best known")
         topology, token_cap = problem.topology, problem.token_cap
         cost = self.cost_model.resolve(self.window, topology, token_cap)
         bound, method = best_bound(self.window, topology, cost, token_cap, rows)
-        return replace(self, problem=problem, bound=bound, bound_method=method)
+        return replace(self, problem=problem, rows=found, bound=bound, bound_method=method)
 
     def plan(
         self,

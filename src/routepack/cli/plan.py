@@ -30,6 +30,7 @@ from routepack.cli.options import (
     number,
     whole,
 )
+from routepack.cli.pipeline import LayersPerStage, in_pipeline, read_layers
 from routepack.cli.steps import (
     Batch,
     Passes,
@@ -104,6 +105,7 @@ def plan(
     pad_experts: PadExperts = None,
     pad_missing: PadMissing = False,
     missing: Missing = None,
+    layers_per_stage: LayersPerStage = None,
     steps: Steps = None,
     passes: Passes = None,
     stats: Annotated[
@@ -133,6 +135,9 @@ def plan(
         routing_groups=routing_groups,
         ranks_per_node=ranks_per_node,
     )
+    layers = read_layers(layers_per_stage)
+    if layers is not None and batch.asked:
+        raise InputError("--layers-per-stage: expected without --steps and --pass")
     padding = read_padding(pad_multiple, pad_cp, pad_tp, pad_experts, pad_missing)
     current = None if current_path is None else (str(current_path), _placement_LE(current_path))
     window, apart = load_window(window_path, threads, "routepack.planner", "routepack.counting")
@@ -155,6 +160,9 @@ def plan(
             result = routepack.plan_steps(window, topology, **options)
         else:
             result = routepack.plan(window, topology, method=method, **options)
+    pipeline = None
+    if layers is not None and isinstance(result, Plan):
+        result, pipeline = in_pipeline(window, result, layers)
     write_atomically(out, result.to_bytes())
     if stats is not None:
         measured = result.stats if isinstance(result, Plan) else planset_stats(result)
@@ -170,6 +178,8 @@ def plan(
             result, cost_source=cost_source, apart_seconds=apart, current=current
         )
     stdout().print(summary)
+    if pipeline is not None:
+        typer.echo(f"pipeline: {pipeline}")
     typer.echo(f"wrote {out}")
 
 
