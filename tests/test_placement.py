@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from routepack.budget import Budget, Meter, Phase
 from routepack.cost import DEFAULT
-from routepack.kernels.placing import longest_first, swap_descent
 from routepack.kernels.layout import UNLIMITED
+from routepack.kernels.placing import longest_first, swap_descent
 from routepack.kernels.rowaware import anneal_layers, group_demand
 from routepack.placement import (
     balanced_placement,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import routepack
+from routepack.cli.ingest import ingest
 from routepack.cli.inputs import load_window, placements
 from routepack.cli.options import whole
 from routepack.cli.plan import plan
@@ -45,6 +46,7 @@ def _root(
 
 
 app.command()(plan)
+app.command()(ingest)
 
 
 @app.command()

@@ -1,0 +1,399 @@
+"""Several optimizer steps planned together: membership, one placement, a layout each, one file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from requirement_helpers import Case, broken, cases, requirements_for
+from routepack import (
+    AttentionStage,
+    Budget,
+    CostModel,
+    InfeasibleError,
+    InputError,
+    Pass,
+    PlanSet,
+    Requirements,
+    Topology,
+    Window,
+    plan,
+    plan_steps,
+)
+from routepack.membership import balanced_steps
+from routepack.plan import WindowKey
+from routepack.verify import verify, verify_set
+from strategies import SEEDS, random_window
+
+BUDGET = Budget(evaluations=400)
+FORWARD = CostModel((AttentionStage("full", 20.0, 7.0),), 0.4)
+LOG_PROBS, REFERENCE = Pass("log-probs", 90, FORWARD), Pass("reference", 120, FORWARD)
+
+
+def batch(samples: int = 24, **fields: Any) -> Window:
+    """Samples of 5 to 30 tokens in prompts of two, tags by halves of every eight."""
+    rng = np.random.default_rng(5)
+    lengths_S = rng.integers(5, 31, samples)
+    fields = {"group_S": np.arange(samples) // 2, "tag_S": np.arange(samples) // 4 % 2} | fields
+    return random_window(rng, lengths_S, 2, 8, 2, **fields)
+
+
+WINDOW, TOPOLOGY = batch(), Topology.of(dp=2, ep=4, edp=1)
+
+
+def made(steps: Any = 3, window: Window = WINDOW, **options: Any) -> PlanSet:
+    options = {"token_cap": 60, "budget": BUDGET, "threads": 1} | options
+    return plan_steps(window, TOPOLOGY, steps=steps, **options)
+
+
+def refusal(steps: Any = 3, window: Window = WINDOW, **options: Any) -> str:
+    with pytest.raises(InputError) as error:
+        made(steps, window, **options)
+    return str(error.value)
+
+
+# Given membership
+
+
+@given(cases(max_groups=12), st.integers(1, 3), st.data())
+@settings(max_examples=25)
+def test_given_steps_are_kept(case: Case, steps: int, data: st.DataObject) -> None:
+    """Every step has its own samples, all steps one placement, every requirement holds in every
+    step, and the set verifies; or one line says what cannot be had."""
+    window = case.window
+    step_S = np.arange(window.samples) % steps
+    step_S = step_S[data.draw(st.permutations(range(window.samples)))]
+    names: dict[str, dict[str, Any]] = {
+        "none": {}, "cells": {"max_samples_per_cell": 4}, "rows": {"rows_multiple_of": 2},
+        "rank": {"together": "rank"}, "cell": {"together": "cell"}, "tags": {"uniform_rows": True},
+        "counts": {"equal_samples_per_rank": True},
+        "limit": {"memory_limit_tokens": 0.6},
+        "nodes": {"routing_groups": 4, "ranks_per_node": 2},
+    }  # fmt: skip
+    required = requirements_for(case, names[data.draw(st.sampled_from(sorted(names)))])
+    try:
+        found = plan_steps(
+            window, case.topology, token_cap=case.token_cap, steps=step_S, budget=BUDGET,
+            threads=1, requirements=required,
+        )  # fmt: skip
+    except InputError as error:
+        assert "\n" not in str(error)
+        return
+    assert verify_set(window, found) == []
+    assert len(found.plans) == step_S.max() + 1
+    for k, one in enumerate(found.plans):
+        index = np.flatnonzero(step_S == k)
+        assert found.samples_of(k).tolist() == index.tolist()
+        position = {int(i): n for n, i in enumerate(index)}
+        rows = [[[position[i] for i in cell] for cell in row] for row in one.rows]
+        part = replace(case, window=window.select(index))
+        assert broken(required, part, one.placement, rows) == set()
+        assert one.window == WindowKey.of(part.window)
+
+
+def test_the_windows_own_steps_are_the_default() -> None:
+    """`step_S` of the window is used where no steps are given, and gives the same bytes."""
+    step_S = np.arange(24) % 3
+    window = batch(step_S=step_S)
+    found, given_ = made(None, window), made(step_S, window)
+    assert found.to_bytes() == given_.to_bytes()
+    assert found.samples_of(1).tolist() == list(range(1, 24, 3))
+
+
+def test_one_step_is_a_plan() -> None:
+    """A single step has the placement, rows, score and certificate of `plan`."""
+    found = made(np.zeros(24, int)).plans[0]
+    alone = plan(WINDOW, TOPOLOGY, token_cap=60, budget=BUDGET, threads=1)
+    for field in ("window", "placement", "rows", "score", "certificate"):
+        assert getattr(found, field) == getattr(alone, field), field
+
+
+def test_steps_are_planned_jointly() -> None:
+    """The sum over steps of the slowest shard is below that of plans of each step under the
+    placement made for the first: one placement is made for all."""
+    step_S = np.arange(24) * 3 // 24
+    budget = Budget(evaluations=6000)
+    joint = made(step_S, budget=budget)
+    parts = [WINDOW.select(np.flatnonzero(step_S == k)) for k in range(3)]
+    first = plan(parts[0], TOPOLOGY, token_cap=60, budget=budget, threads=1)
+    others = [
+        plan(
+            part, TOPOLOGY, token_cap=60, budget=budget, threads=1, fixed_placement=True,
+            current_placement=first.placement_LE,
+        )
+        for part in parts[1:]
+    ]  # fmt: skip
+    assert sum(p.score.slowest_shard for p in joint.plans) < sum(
+        p.score.slowest_shard for p in (first, *others)
+    )
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_threads_change_no_byte(fixed: bool) -> None:
+    """As for a plan; a fixed placement stays."""
+    current_LE = np.tile(np.arange(8)[::-1], (2, 1))
+    options: dict[str, Any] = {"fixed_placement": fixed, "current_placement": current_LE}
+    one, three = made(threads=1, **options), made(threads=3, **options)
+    assert one.to_bytes() == three.to_bytes()
+    if fixed:
+        assert one.placement_LE.tolist() == current_LE.tolist()
+
+
+# Free membership
+
+
+@given(SEEDS, st.integers(1, 4), st.integers(1, 5), st.sampled_from([1, 2, 3]), st.booleans())
+def test_dealt_steps_are_equal_and_whole(
+    seed: int, steps: int, each: int, size: int, together: bool
+) -> None:
+    """Every step has as many samples, and with `together` every prompt is in one step."""
+    rng = np.random.default_rng(seed)
+    samples = steps * each * size
+    group_S = rng.permutation(np.repeat(np.arange(steps * each) * 3 - 4, size))
+    window = random_window(rng, rng.integers(1, 30, samples), 2, 4, 2, group_S=group_S)
+    step_S = balanced_steps(window, steps, seed, together=together)
+    assert np.bincount(step_S, minlength=steps).tolist() == [each * size] * steps
+    if together:
+        for group in np.unique(group_S):
+            assert len(np.unique(step_S[group_S == group])) == 1
+    again_S = balanced_steps(window, steps, seed, together=together)
+    assert again_S.tolist() == step_S.tolist()
+
+
+def test_dealt_steps_are_alike() -> None:
+    """On 20 windows of 64 samples in 4 steps: tokens, token pairs and the demand of experts differ
+    less between steps than by chance, by a factor of 5, 2.5 and 1.2 in the mean."""
+    ratios = []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        lengths_S = np.minimum(200, rng.lognormal(3, 0.8, 64).astype(int) + 1)
+        window = random_window(rng, lengths_S, 2, 8, 2, skew=2.0)
+        measures = [
+            lengths_S[:, None].astype(float),
+            lengths_S[:, None].astype(float) ** 2,
+            window.demand_SLE.reshape(64, -1).astype(float),
+        ]
+
+        def spread(step_S: Any, values_SF: Any) -> float:
+            sums = np.array([values_SF[step_S == k].sum(axis=0) for k in range(4)])
+            return float(sums.std(axis=0).mean())
+
+        dealt_S = balanced_steps(window, 4, seed, together=False)
+        chance_S = rng.permutation(np.arange(64) % 4)
+        ratios.append([spread(chance_S, v) / max(spread(dealt_S, v), 1e-9) for v in measures])
+    tokens, pairs, demand = np.exp(np.log(ratios).mean(axis=0))
+    assert tokens > 5
+    assert pairs > 2.5
+    assert demand > 1.2
+
+
+def test_a_number_of_steps_is_planned() -> None:
+    """Dealt out, planned and verified, prompts whole where they stay together in a step."""
+    found = made(3, requirements=Requirements(together="rank", equal_samples_per_rank=True))
+    assert verify_set(WINDOW, found) == []
+    assert [len(found.samples_of(k)) for k in range(3)] == [8, 8, 8]
+    for k in range(3):
+        assert len(np.unique(found.samples_of(k) // 2)) == 4
+    assert made(np.int64(3)).to_bytes() == made(3).to_bytes()
+
+
+# Other passes
+
+
+def test_passes_run_on_the_same_placement() -> None:
+    """Each over the whole batch, with its own cap and cost, verified with the set."""
+    found = made(3, passes=[LOG_PROBS, REFERENCE])
+    assert verify_set(WINDOW, found) == []
+    assert list(found.passes) == ["log-probs", "reference"]
+    for one in (LOG_PROBS, REFERENCE):
+        other = found.passes[one.name]
+        assert (other.token_cap, other.cost_model) == (one.token_cap, one.cost_model)
+        assert other.placement == found.plans[0].placement
+        assert other.window.samples == 24
+        assert verify(WINDOW, other) == []
+
+
+# The file
+
+
+def test_a_set_is_read_as_written() -> None:
+    """Canonical bytes: the placement once, sorted keys, a final newline; read back they are the
+    set, requirements included."""
+    required = Requirements(uniform_rows=True, rows_multiple_of=2)
+    found = made(np.arange(24) // 8, passes=[LOG_PROBS], requirements=required, token_cap=70)
+    data = found.to_bytes()
+    fields = json.loads(data)
+    assert sorted(fields) == ["format", "passes", "placement", "plans", "window"]
+    assert fields["format"] == "routepack.planset/1"
+    assert "placement" not in fields["plans"][0]
+    assert data == json.dumps(fields, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    again = PlanSet.from_bytes(data)
+    assert again.to_bytes() == data
+    assert again.plans[1].requirements == required
+    assert verify_set(WINDOW, again) == []
+    assert b"seconds" not in data
+
+
+def edited(edit: Callable[[dict[str, Any]], Any]) -> bytes:
+    fields = json.loads(made(2).to_bytes())
+    edit(fields)
+    return json.dumps(fields).encode()
+
+
+BROKEN_FILES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "format": (
+        lambda f: f.update(format="routepack.plan/1"),
+        "x.json: format = 'routepack.plan/1': expected 'routepack.planset/1'",
+    ),
+    "missing key": (
+        lambda f: f.pop("passes"),
+        "x.json: passes: expected exactly the keys format, passes, placement, plans, window",
+    ),
+    "unknown key": (
+        lambda f: f.update(stats={}),
+        "x.json: stats: expected exactly the keys format, passes, placement, plans, window",
+    ),
+    "no plans": (lambda f: f.update(plans=[]), "x.json: plans: expected at least one"),
+    "passes": (lambda f: f.update(passes=[]), "x.json: passes: expected an object"),
+    "a placement each": (
+        lambda f: f["plans"][1].update(placement=f["placement"]),
+        "x.json: plans[1]: expected a plan without a placement",
+    ),
+    "a plan": (
+        lambda f: f["plans"][1].update(token_cap="60"),
+        "x.json: plans[1]: expected a plan file, Expected `int`, got `str` - at `$.token_cap`",
+    ),
+    "a method": (
+        lambda f: f["plans"][0].update(method="best"),
+        "x.json: plans[0]: method = best: expected one of baseline, reorder, kk, reorder-kk, "
+        "expert-only, attention-only, routepack",
+    ),
+    "window": (
+        lambda f: f.update(window={}),
+        "x.json: window: expected a window's key, Object missing required field `samples`",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_FILES)
+def test_a_file_that_is_no_set_is_told(case: str) -> None:
+    """One line that names the file and what is wrong in it."""
+    edit, message = BROKEN_FILES[case]
+    with pytest.raises(InputError) as error:
+        PlanSet.from_bytes(edited(edit), "x.json")
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(("data", "found"), [(b"[]", "'list'"), (b"{}", "None"), (b"3", "'int'")])
+def test_json_that_is_no_set_is_told(data: bytes, found: str) -> None:
+    """Whatever the JSON is."""
+    with pytest.raises(InputError) as error:
+        PlanSet.from_bytes(data)
+    assert str(error.value) == f"planset: format = {found}: expected 'routepack.planset/1'"
+
+
+def test_text_that_is_no_json_is_told() -> None:
+    """With the place where it stops to be JSON."""
+    with pytest.raises(InputError) as error:
+        PlanSet.from_bytes(b"{")
+    assert "planset: expected a planset file in JSON, Expecting property name" in str(error.value)
+
+
+# Verification of a set
+
+
+def with_plan(found: PlanSet, k: int, **fields: Any) -> PlanSet:
+    plans = list(found.plans)
+    plans[k] = msgspec.structs.replace(plans[k], **fields)
+    return msgspec.structs.replace(found, plans=tuple(plans))
+
+
+def test_what_is_broken_is_told_with_its_step() -> None:
+    """Another window, a sample in two steps or in none, two placements, a wrong claim."""
+    found = made(2)
+    assert verify_set(batch(22), found) == [
+        "window: expected the one that the planset was made for, found another"
+    ]
+    first, other = found.samples_of(0)[0], found.plans[1]
+    stolen = (((int(first),), *other.rows[0][1:]), *other.rows[1:])
+    assert verify_set(WINDOW, with_plan(found, 1, rows=stolen))[0] == (
+        f"plans[1]: rows = {first}: expected a sample in 0..23, in one step only"
+    )
+    fewer = msgspec.structs.replace(found, plans=found.plans[:1])
+    absent = int(found.samples_of(1)[0])
+    assert verify_set(WINDOW, fewer) == [
+        f"plans = no sample {absent}: expected each sample in a step"
+    ]
+    moved = tuple(tuple(reversed(slots)) for slots in other.placement)
+    assert verify_set(WINDOW, with_plan(found, 1, placement=moved))[0] == (
+        "placement: expected one for all plans"
+    )
+    score = msgspec.structs.replace(other.score, total=1.0)
+    lines = verify_set(WINDOW, with_plan(found, 1, score=score))
+    assert lines == [f"plans[1]: score.total = 1.0: expected {other.score.total!r}"]
+
+
+# What cannot be had
+
+
+def test_steps_that_cannot_be_had_are_told() -> None:
+    """Whole messages, by hand; 24 samples, 12 prompts of two, two DP ranks."""
+    assert refusal(None) == "step: expected in the window, or a number of steps"
+    assert refusal(0) == "steps = 0: expected a whole number in 1..24"
+    assert refusal(25) == "steps = 25: expected a whole number in 1..24"
+    assert refusal(5) == "samples = 24: expected a multiple of the 5 steps"
+    assert refusal(24) == "samples of step[0] = 1: expected at least the 2 DP ranks"
+    whole = "a number, or an integer for each of the 24 samples"
+    assert refusal([0, 1]) == f"steps = int64[2]: expected {whole}"
+    assert refusal(np.zeros(24)) == f"steps = float64[24]: expected {whole}"
+    assert refusal(True) == f"steps = bool[]: expected {whole}"
+    assert refusal([0] * 23 + [-1]) == "steps[23] = -1: expected at least 0"
+    assert refusal([0] * 22 + [2] * 2) == "samples of step[1] = 0: expected at least the 2 DP ranks"
+    together = Requirements(together="cell")
+    assert refusal(8, requirements=together) == "groups = 12: expected a multiple of the 8 steps"
+    uneven = batch(group_S=[0, 0, 0, *range(1, 22)])
+    assert refusal(2, uneven, requirements=together) == (
+        "samples of group[1] = 1: expected 3 as in the others, to deal groups out evenly"
+    )
+
+
+def test_absurd_step_numbers_are_told() -> None:
+    """A step number from the number of samples on leaves steps empty; it is told, not counted up
+    to."""
+    assert refusal([0] * 22 + [2**40] * 2) == (
+        "steps[22] = 1099511627776: expected below the 24 samples"
+    )
+
+
+def test_requirements_hold_in_every_step() -> None:
+    """12 samples in step 0 are even, 9 and 3 in the others are not."""
+    steps = [0] * 12 + [1] * 9 + [2] * 3
+    required = Requirements(equal_samples_per_rank=True)
+    with pytest.raises(InfeasibleError) as error:
+        made(steps, requirements=required)
+    assert "samples = 9: expected a multiple of the 2 DP ranks" in str(error.value)
+
+
+def test_passes_that_cannot_be_had_are_told() -> None:
+    """A name twice, no name, a cap that is no number, and one that a sample exceeds."""
+    assert refusal(2, passes=[LOG_PROBS, LOG_PROBS]) == (
+        "pass.name[1] = 'log-probs': expected each name once"
+    )
+    with pytest.raises(InputError) as error:
+        Pass("", 8, FORWARD)
+    assert str(error.value) == "pass.name = '': expected a name"
+    assert refusal(2, passes=[Pass("x", 0, FORWARD)]) == (
+        "pass x: token_cap = 0: expected a whole number of at least 1"
+    )
+    longest = int(WINDOW.lengths_S.argmax())
+    assert f"lengths[{longest}]" in refusal(
+        2, passes=[Pass("x", int(WINDOW.lengths_S[longest]) - 1, FORWARD)]
+    )
