@@ -47,6 +47,7 @@ SCRIPTS = (
         "moonlight-gsm8k --seeds 1 --seconds 0.05 0.25",
     ),
     Script("scaling", "--long 4 --check", "S512-L48-R16 --long 0.5 --check"),
+    Script("packing_alone", "--observe --check", "moonlight-gsm8k --seconds 0.2 --check"),
     Script("rows", "", "--seeds 2"),
     Script("bounds", "", "moonlight-gsm8k --tiny 1"),
     Script(

@@ -20,6 +20,7 @@ from routepack.window import Window
 ATTEMPTS = 6  # at a layout, with orders that differ more and more
 NOISE = 0.05  # of the logarithm of a sample's weight in the order, per attempt
 REPAIR_STEPS = 400_000
+SETTLE_STEPS = 4_000  # moves of groups between ranks that are tried
 MORE_ROWS = 8  # multiples of rows beyond the fewest that are tried
 LAYOUT = 5  # stream of random numbers
 
@@ -53,6 +54,7 @@ def fewest_rows(
     multiple = requirements.rows_multiple_of
     known = sum(part.rows for part in parts)
     first = -(-known // multiple) * multiple
+    last = first
     for rows in range(first, first + MORE_ROWS * multiple, multiple):
         if window.samples < rows * topology.dp:
             break
@@ -61,6 +63,7 @@ def fewest_rows(
             break
         tag_m = np.repeat(np.arange(len(parts)), count) if len(parts) > 1 else None
         rules = Rules(window, topology, rows, requirements, tag_m)
+        last = rows
         certified = rows == lower
         name = method if certified else "best known"
         if not rules.shaped:
@@ -76,7 +79,8 @@ def fewest_rows(
             f"at least {first * topology.dp}, none of {first} rows of cells empty: {required}"
         )
         raise InfeasibleError.at("samples", window.samples, expected)
-    expected = f"room for a layout, none was found in {first} to {rows} rows: {required}"
+    found = f"{first} to {last}" if last > first else f"{first}"
+    expected = f"room for a layout, none was found in {found} rows: {required}"
     raise InfeasibleError.at("token_cap", token_cap, expected)
 
 
@@ -220,4 +224,57 @@ def unit_ranks_S(
         work_d[d] += work_U[u]
         tokens_d[d] += tokens_U[u]
         size_d[d] += size_U[u]
+    _settle(rules, token_cap, rank_U, rng)
     return np.asarray(rank_U[unit_S])
+
+
+def _settle(
+    rules: Rules, token_cap: int, rank_U: NDArray[np.int64], rng: np.random.Generator
+) -> None:
+    """Move and exchange groups until the cells of each rank and tag can be filled, none empty."""
+    units, unit_S, _, _ = rules.units
+    ranks, tag_S = rules.topology.dp, rules.tag_S
+    tag_m = np.zeros(rules.rows, np.int64) if rules.tag_m is None else rules.tag_m
+    rows_t = np.bincount(tag_m)
+    tokens_Ut = np.zeros((units, len(rows_t)), np.int64)
+    np.add.at(tokens_Ut, (unit_S, tag_S), rules.window.lengths_S)
+    size_Ut = np.zeros_like(tokens_Ut)
+    np.add.at(size_Ut, (unit_S, tag_S), 1)
+    tokens_dt, size_dt = np.zeros((2, ranks, len(rows_t)), np.int64)
+    np.add.at(tokens_dt, rank_U, tokens_Ut)
+    np.add.at(size_dt, rank_U, size_Ut)
+    unit = max(1, token_cap // 8)
+
+    def wrong(tokens_t: NDArray[np.int64], size_t: NDArray[np.int64]) -> int:
+        over = np.maximum(tokens_t - rows_t * token_cap, 0).sum()
+        off = np.maximum(rows_t - size_t, 0) + np.maximum(size_t - rows_t * rules.most, 0)
+        uneven = abs(int(size_t.sum()) - rules.quota) if rules.quota >= 0 else 0
+        return int(over + unit * (off.sum() + uneven))
+
+    wrong_d = [wrong(tokens_dt[d], size_dt[d]) for d in range(ranks)]
+    for _ in range(SETTLE_STEPS if ranks > 1 else 0):
+        if not any(wrong_d):
+            break
+        u, v = rng.integers(units, size=2)
+        x, y = rank_U[u], rank_U[v]
+        swap = rng.integers(2) > 0
+        if not swap:
+            y = rng.integers(ranks)
+        if x == y:
+            continue
+        tokens_t = tokens_Ut[u] - swap * tokens_Ut[v]
+        size_t = size_Ut[u] - swap * size_Ut[v]
+        after = (
+            wrong(tokens_dt[x] - tokens_t, size_dt[x] - size_t),
+            wrong(tokens_dt[y] + tokens_t, size_dt[y] + size_t),
+        )
+        if sum(after) > wrong_d[x] + wrong_d[y]:
+            continue
+        wrong_d[x], wrong_d[y] = after
+        tokens_dt[x] -= tokens_t
+        tokens_dt[y] += tokens_t
+        size_dt[x] -= size_t
+        size_dt[y] += size_t
+        rank_U[u] = y
+        if swap:
+            rank_U[v] = x

@@ -148,6 +148,7 @@ class Problem:
             shard_B=np.arange(self.rows * self.topology.edp, dtype=np.int64) % self.topology.edp,
             most=rules.most,
             limit=rules.limit,
+            over=OVER_WEIGHT * self.token_cost,
             lanes=lanes,
             lane_c=lane_c,
             lane_start_n=lane_start_n,
@@ -205,6 +206,13 @@ class Problem:
         if not (self.cost.linear_T.any() or self.cost.quadratic_T.any()):
             return tokens  # an expert-only cost: balance tokens
         return np.asarray(self.cost.linear_T.sum() * tokens + self.cost.quadratic_T @ tokens2_TS)
+
+    @property
+    def token_cost(self) -> float:
+        """What a token costs on a cell and on an EP rank."""
+        cost, tokens = self.cost, self.window.lengths_S.sum()
+        pairs_T = cost.quadratic_tokens_TS.sum(axis=1)
+        return float(cost.expert + cost.linear_T.sum() + cost.quadratic_T @ pairs_T / tokens)
 
     def with_rows(self, rows: int) -> Problem:
         """The same problem at another number of rows."""
@@ -264,7 +272,7 @@ class Problem:
         measure(static, cell_S, attention_B, busiest_B, over_B, load_RL)
         expert_B = np.asarray(static.expert * busiest_B, np.float64)
         over = int(over_B.sum())
-        over_cost = OVER_WEIGHT * static.expert * over
+        over_cost = static.over * over
         return Measured(attention_B, expert_B, over, over_cost, self.topology.edp)
 
     def largest_load(self, static: Static, cell_S: NDArray[np.int32]) -> int:

@@ -60,7 +60,7 @@ def read_captured(
     if counted is None:
         whole = _without_partial_rows(source, kept)
         partial_rows = len(rows_NAK[kept]) - len(whole)
-        kept, counted = whole, _counted(source, whole)
+        kept, counted = whole, _counted(source, whole) if partial_rows else None
         if counted is None:
             raise _violation(source, kept)
     if selection.dense_D.size:

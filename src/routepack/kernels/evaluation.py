@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from routepack.kernels.jit import inlined
-from routepack.kernels.layout import OVER_WEIGHT, UNLIMITED, WORST_ROW_WEIGHT, routed
+from routepack.kernels.layout import UNLIMITED, WORST_ROW_WEIGHT, routed
 from routepack.kernels.moves import fill_bundle, sum_peaks
 
 
@@ -21,7 +21,7 @@ def over_cost(static, state):  # type: ignore[no-untyped-def]
     if static.limit < UNLIMITED:
         for b in range(len(state.over_B)):
             over += state.over_B[b]
-    return OVER_WEIGHT * static.expert * over
+    return static.over * over
 
 
 @inlined
@@ -130,7 +130,7 @@ def over_after(static, state, x, y):  # type: ignore[no-untyped-def]
         for layer in range(len(state.peak_L)):
             over += max(np.int64(0), state.peak_L[layer] - static.limit)
             over += max(np.int64(0), state.other_peak_L[layer] - static.limit)
-    return OVER_WEIGHT * static.expert * over
+    return static.over * over
 
 
 @inlined
@@ -141,7 +141,7 @@ def over_elsewhere(static, state, x, y):  # type: ignore[no-untyped-def]
         for b in range(len(state.over_B)):
             if b != x and b != y:
                 over += state.over_B[b]
-    return OVER_WEIGHT * static.expert * over
+    return static.over * over
 
 
 @inlined

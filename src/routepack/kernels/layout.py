@@ -22,7 +22,7 @@ from routepack.kernels.jit import PerLoad, inlined
 
 TOTAL_WEIGHT = 1e-6  # of sum U in the energy (design section 2)
 WORST_ROW_WEIGHT = 1e-9  # of max J
-OVER_WEIGHT = 8.0  # of a token above a limit, in tokens of a busiest rank: far more than it saves
+OVER_WEIGHT = 8.0  # of a token above a limit, in whole costs of a token: far more than it saves
 UNLIMITED = 2**62
 TOP = 3  # largest cells kept per stage: two may be excluded by a move, the third is the maximum
 
@@ -47,6 +47,7 @@ class Static(NamedTuple):
     # What a trainer requires (requirements.py); a layout is free of each by default.
     most: int  # samples of a cell
     limit: int  # routed tokens of an EP rank at a layer in a group
+    over: float  # charge for a token above the limit
     lanes: int  # samples never leave the lane that their cell is in
     lane_c: NDArray[np.int64]
     lane_start_n: NDArray[np.int64]  # where a lane's cells start in lane_cells_c
@@ -95,7 +96,7 @@ def static_type(load: Any) -> Any:
     fields = (
         i64[::1], i64[:, ::1], load[:, :, ::1], load[:, :, ::1], i32[::1], i32[::1],
         f64[::1], f64[::1], f64, i64, i64, i64, i64[::1], i64[::1],
-        i64, i64, i64, i64[::1], i64[::1], i64[::1], i64, i64[::1],
+        i64, i64, f64, i64, i64[::1], i64[::1], i64[::1], i64, i64[::1],
         i64, i64[::1], i64[::1], i64[::1],
     )  # fmt: skip
     return cast(Any, types.NamedTuple)(fields, Static)

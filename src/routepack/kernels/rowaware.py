@@ -113,7 +113,7 @@ def _anneal_layers(  # type: ignore[no-untyped-def]
             i, j = high(second_bits, per_rank), low(second_bits, per_rank)
             e, f = member_Ri[x, i], member_Ri[y, j]
             temperature = start * excess * cooling ** (-n / proposals)
-            limit = now - temperature * math.log(unit(draw(key, at + np.uint64(2))))
+            threshold = now - temperature * math.log(unit(draw(key, at + np.uint64(2))))
             after = np.int64(0)
             for b in range(groups):
                 moved = demand_EB[e, b] - demand_EB[f, b]
@@ -124,7 +124,7 @@ def _anneal_layers(  # type: ignore[no-untyped-def]
                 if rank_kB[0, b] != x and rank_kB[0, b] != y:
                     rest = top_kB[0, b]
                 after += charged(max(largest, rest), limit)
-            if after > limit:
+            if after > threshold:
                 continue
             for b in range(groups):
                 moved = demand_EB[e, b] - demand_EB[f, b]
