@@ -192,7 +192,9 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := [name for name in args.workloads if name not in WORKLOADS]:
         parser.error(f"no workload {', '.join(unknown)}: choose from {', '.join(WORKLOADS)}")
-    lines, failed, notes = [], [], []
+    lines: list[list[str]] = []
+    failed: list[str] = []
+    notes: list[str] = []
     for name in args.workloads or WORKLOADS:
         workload = WORKLOADS[name]
         if workload.skip_reason:

@@ -52,7 +52,7 @@ def cases(draw: st.DrawFn, *, max_groups: int = 8, experts: int = 8) -> Case:
         rng, lengths_S, 2, experts, 2, group_S=rng.permutation(20)[group_S], tag_S=tag_S
     )
     share = draw(st.sampled_from([0.3, 0.6, 1.2]))  # of the mean rank's tokens: some four, two, one
-    cap = max(max(lengths_S), int(share * sum(lengths_S) / dp))
+    cap = max(*lengths_S, int(share * sum(lengths_S) / dp))
     return Case(window, Topology.of(dp=dp, ep=ep, edp=edp), cap)
 
 
@@ -148,12 +148,17 @@ def planned(
             requirements=requirements, **options,
         )  # fmt: skip
     except InfeasibleError as error:
-        assert "\n" not in str(error)
-        return error
+        return one_line(error)
     assert made.requirements == requirements
     assert verify(case.window, made) == []
     assert broken(requirements, case, made.placement, made.rows) == set()
     return made
+
+
+def one_line(error: InfeasibleError) -> InfeasibleError:
+    """The error, which is one line."""
+    assert "\n" not in str(error)
+    return error
 
 
 def every_layout(
@@ -189,9 +194,9 @@ def every_layout(
                 cell_NS = cell_NS[cell_NS[:, s] % dp == cell_NS[:, t] % dp]
             elif requirements.together == "cell":
                 cell_NS = cell_NS[cell_NS[:, s] == cell_NS[:, t]]
-        if requirements.uniform_rows and window.tag_S is not None:
-            if window.tag_S[s] != window.tag_S[t]:
-                cell_NS = cell_NS[cell_NS[:, s] // dp != cell_NS[:, t] // dp]
+        tag_S = window.tag_S if requirements.uniform_rows else None
+        if tag_S is not None and tag_S[s] != tag_S[t]:
+            cell_NS = cell_NS[cell_NS[:, s] // dp != cell_NS[:, t] // dp]
     if requirements.memory_limit_tokens is not None:
         width = topology.ranks_per_shard
         rank_LE = placement_LE // (window.experts // topology.ep)

@@ -139,7 +139,7 @@ def test_the_search_lowers_the_cost_of_a_required_layout() -> None:
         {"equal_samples_per_rank": True}, {"max_samples_per_cell": 3}, {"together": "rank"},
         {"together": "cell"}, {"uniform_rows": True},
     ):  # fmt: skip
-        required = Requirements(**fields)  # type: ignore[arg-type]
+        required = Requirements(**fields)
         start = planned(EVEN, required, method="reorder")
         found = planned(EVEN, required, Budget(evaluations=4000))
         assert isinstance(start, Plan)

@@ -146,6 +146,7 @@ def test_every_optimizer_step_has_rows_of_its_own() -> None:
 def run_of(cost_model: CostModel) -> Run:
     return Run(
         settings=Settings(),
+        budget=Settings().budget,
         topology=Topology.of(dp=2, ep=2),
         cost_model=cost_model,
         placement_LE=None,

@@ -32,7 +32,7 @@ def test_a_run_of_megatron() -> None:
     assert run.topology.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert (run.token_cap, run.pass_caps, run.short_caps) == (16384, (), ())
     assert (run.mini_batch, run.rows_multiple_of) == (256, 1)
-    assert run.settings.budget.seconds == 1.0
+    assert run.budget.seconds == 1.0
 
 
 def test_caps_count_the_ranks_that_share_a_sample() -> None:
@@ -71,7 +71,7 @@ def test_other_engines_name_their_groups_in_a_file(tmp_path: Path) -> None:
     )
     run = Run.of(config | {"routepack": {"topology": str(file), "evaluations": 100}})
     assert (run.topology.dp, run.topology.edp, run.token_cap) == (16, 2, 32768)
-    assert run.settings.budget.evaluations == 100
+    assert run.budget.evaluations == 100
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ class Session:
             token_cap=run.token_cap,
             steps=steps,
             cost_model=run.cost_model,
-            budget=settings.budget,
+            budget=run.budget,
             current_placement=run.placement_LE,
             fixed_placement=True,
             requirements=routepack.Requirements(

@@ -91,6 +91,7 @@ class Run:
     """
 
     settings: Settings
+    budget: Budget
     topology: Topology
     cost_model: CostModel | None
     placement_LE: NDArray[np.int32] | None
@@ -104,7 +105,6 @@ class Run:
     def of(cls, config: Mapping[str, Any]) -> Run:
         """From verl's configuration. Raises InputError, one line that names the setting."""
         settings = Settings.of(config)
-        settings.budget  # noqa: B018, checked at launch
         ranks = sequence_ranks(config)
         token_cap = _whole(config, f"{ACTOR}.ppo_max_token_len_per_gpu") * ranks
         others = {_whole(config, f"{ROLLOUT}.log_prob_max_token_len_per_gpu") * ranks}
@@ -117,6 +117,7 @@ class Run:
         mini_batch = _whole(config, f"{ACTOR}.ppo_mini_batch_size")
         return cls(
             settings=settings,
+            budget=settings.budget,
             topology=topology_of(config, settings),
             cost_model=CostModel.from_toml(settings.cost_model) if settings.cost_model else None,
             placement_LE=placement_LE,
