@@ -29,11 +29,11 @@ demo-plan: $(PACKAGE)
 # Two test workers would compile the same kernels twice.
 KERNELS := $(BIN)/python -c 'import routepack.planner, routepack.counting'
 
-test: $(PACKAGE) $(TORCH)  ## run the tests, without the slow ones
+test: $(TORCH) $(PACKAGE)  ## run the tests, without the slow ones
 	@$(KERNELS)
 	$(BIN)/pytest -n $(WORKERS) --benchmark-disable -m "not slow"
 
-check: $(PACKAGE) $(TORCH)  ## run the slow tests and fuzz every property for longer
+check: $(TORCH) $(PACKAGE)  ## run the slow tests and fuzz every property for longer
 	@$(KERNELS)
 	HYPOTHESIS_PROFILE=check $(BIN)/pytest -n $(WORKERS) --benchmark-disable -m "slow or hypothesis"
 
