@@ -71,14 +71,17 @@ def fewest_rows(
         for cell_S in layouts(rules, token_cap, work_S, ATTEMPTS, seed, _packed_S(parts, rules)):
             return Rows(rows, lower, certified, name, []), rules, cell_S
     required = ", ".join(f"{name} = {value}" for name, value in requirements.named())
-    if _tag_rows(parts, first, topology.dp) is None or window.samples < first * topology.dp:
-        if len(parts) > 1:
-            expected = f"samples of each tag for them, none of their cells empty: {required}"
-            raise InfeasibleError.at("rows", first, expected)
+    filled = [len(part.samples_s) // topology.dp for part in parts]  # rows without empty cells
+    if window.samples < first * topology.dp:
         expected = (
             f"at least {first * topology.dp}, none of {first} rows of cells empty: {required}"
         )
         raise InfeasibleError.at("samples", window.samples, expected)
+    if sum(filled) < first:
+        assert window.tag_S is not None
+        tags = [int(window.tag_S[part.samples_s[0]]) for part in parts]
+        expected = f"at least {first} with no cell empty, tags {tags} fill {filled}: {required}"
+        raise InfeasibleError.at("rows", sum(filled), expected)
     found = f"{first} to {last}" if last > first else f"{first}"
     expected = f"room for a layout, none was found in {found} rows: {required}"
     raise InfeasibleError.at("token_cap", token_cap, expected)

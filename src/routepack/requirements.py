@@ -110,6 +110,9 @@ class Requirements(
             np.searchsorted(fitting, token_cap, side="right")
         ):
             free["max_samples_per_cell"] = None
+        limit = self.memory_limit_tokens
+        if limit is not None and limit >= window.top_k * int(window.lengths_S.sum()):
+            free["memory_limit_tokens"] = None
         if topology.dp == 1:
             free["equal_samples_per_rank"] = False
         if self.together is not None and window.group_S is not None:

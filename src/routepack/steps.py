@@ -136,6 +136,9 @@ def _membership(
         step_S = step_S.astype(np.int64)
         if (bad := np.flatnonzero(step_S < 0)).size:
             raise InputError.at("steps", int(step_S[bad[0]]), "at least 0", int(bad[0]))
+    if (bad := np.flatnonzero(step_S >= window.samples)).size:
+        expected = f"below the {window.samples} samples"
+        raise InputError.at("steps", int(step_S[bad[0]]), expected, int(bad[0]))
     size_N = np.bincount(step_S)
     if size_N.min() < topology.dp:
         k = int(size_N.argmin())
