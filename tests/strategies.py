@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -151,6 +152,18 @@ def cost_models(draw: st.DrawFn) -> CostModel:
 
 
 @st.composite
+def speeds(draw: st.DrawFn, cost_model: CostModel, topology: Topology) -> CostModel:
+    """The cost model, most often as it is, or with DP or EP ranks that are not equally fast."""
+    if not draw(st.sampled_from([False, False, True])):
+        return cost_model
+    speed = st.sampled_from([0.5, 0.8, 1.0, 1.0, 1.25])
+    sizes = draw(st.sampled_from([topology.ep, topology.ep * topology.edp]))
+    dp = draw(st.none() | st.tuples(*[speed] * topology.dp))
+    ep = draw(st.none() | st.tuples(*[speed] * sizes))
+    return msgspec.structs.replace(cost_model, dp_speed=dp, ep_speed=ep)
+
+
+@st.composite
 def placements(draw: st.DrawFn, layers: int, experts: int) -> NDArray[np.int32]:
     """[L, E] slots, any bijection in every layer."""
     if draw(st.booleans()):
@@ -168,8 +181,13 @@ def layouts(draw: st.DrawFn, samples: int, cells: int) -> NDArray[np.int32]:
 
 
 @st.composite
-def instances(draw: st.DrawFn, *, max_cells: int = 8, max_samples: int = 14) -> Instance:
-    """A feasible problem: 1 to 3 rows, a cap between tight and loose, and a layout within it."""
+def instances(
+    draw: st.DrawFn, *, max_cells: int = 8, max_samples: int = 14, alike: bool = False
+) -> Instance:
+    """A feasible problem: 1 to 3 rows, a cap between tight and loose, and a layout within it.
+
+    `alike`: all ranks are equally fast.
+    """
     topology = draw(topologies(max_dp=max_cells))
     rows = draw(st.integers(1, min(3, max_cells // topology.dp)))
     cells = rows * topology.dp
@@ -179,10 +197,11 @@ def instances(draw: st.DrawFn, *, max_cells: int = 8, max_samples: int = 14) -> 
     cell_S = draw(layouts(window.samples, cells))
     tokens_c = np.bincount(cell_S, weights=window.lengths_S, minlength=cells)
     slack = draw(st.sampled_from([0.0, 0.1, 0.5, 3.0]))
+    cost_model = draw(cost_models())
     return Instance(
         window,
         topology,
-        draw(cost_models()),
+        cost_model if alike else draw(speeds(cost_model, topology)),
         int(tokens_c.max() * (1 + slack)),
         rows,
         cell_S,

@@ -266,10 +266,10 @@ def test_the_annealed_sum_is_exact(instance: Instance, seed: int, proposals: int
     demand_LEB = np.ascontiguousarray(demand_BLE.transpose(1, 2, 0), np.int32)
     rank_LE = ranks_of(instance.placement_LE, topology.ep)
     reported_L = np.zeros(window.layers, np.int64)
+    slow_RB = np.ones((topology.ep, demand_LEB.shape[2]), np.int32)
     anneal_layers(
-        demand_LEB, topology.ep, topology.ep, UNLIMITED, rank_LE, 0, window.layers, proposals, 0.2,
-        60.0,
-        np.uint64(seed), reported_L,
+        demand_LEB, topology.ep, topology.ep, UNLIMITED, False, slow_RB, rank_LE, 0,
+        window.layers, proposals, 0.2, 60.0, np.uint64(seed), reported_L,
     )  # fmt: skip
     assert reported_L.tolist() == busiest_L(instance, rank_LE)
 

@@ -23,14 +23,18 @@ def best_bound(
     """The best of the bounds below and its name: what lifts it above the analytic bound.
 
     Holds for every placement and every layout of exactly `rows` rows of D non-empty cells within
-    the cap, and says nothing of layouts of other rows.
+    the cap, and says nothing of layouts of other rows. Where ranks are not equally fast, the bounds
+    are those of ranks all as fast as the fastest, or the one that splits work by speed.
     """
+    by_speed, cost = _split_by_speed(window, topology, cost), cost.at_least
     lift = attention_lift_of_stages(window, topology, cost, token_cap, rows)
     balanced_L = _balanced_L(window, topology)
     floor_L = placement_floor_L(window.demand_LE, topology.ep)
     placement = cost.expert > 0 and int(floor_L.sum()) > int(balanced_L.sum())
     names = [name for name, lifts in (("attention", lift > 0), ("placement", placement)) if lifts]
     bound = _combine(window, topology, cost, floor_L if placement else balanced_L, lift)
+    if by_speed > bound:
+        return by_speed, "split by speed"
     return bound, f"{' and '.join(names)} floor{'s' * (len(names) > 1)}" if names else "analytic"
 
 
@@ -41,6 +45,7 @@ def analytic_bound(window: Window, topology: Topology, cost: Coefficients) -> fl
     cells; a rank's load at least the mean rank and at least the expert that it owns. Holds for
     layouts of any rows, within a cap or not.
     """
+    cost = cost.at_least
     return _combine(window, topology, cost, _balanced_L(window, topology))
 
 
@@ -110,3 +115,31 @@ def _combine(
     ]
     attention = math.fsum(work) / topology.ranks_per_shard + lift
     return (attention + cost.expert * int(busiest_L.sum())) / topology.edp * SAFE
+
+
+def _split_by_speed(window: Window, topology: Topology, cost: Coefficients) -> float:
+    """The bound of work that is split over ranks as they are fast; 0 where all are.
+
+    Ranks that take slow_r times as long and finish together share work w in w / sum(1 / slow_r). A
+    shard g does a share of all attention and of all routed tokens, at prices a_g and e_g; whatever
+    the shares, the slowest shard costs at least sum_g h_g U_g for any h that sums to 1, so at least
+    min_g(h_g a_g) of the one and min_g(h_g e_g) of the other. Tried are the h that level the first,
+    the second, and equal ones.
+    """
+    if cost.ranks_alike:
+        return 0.0
+    groups = [list(group) for group in topology.groups]
+    attention_G = np.array([1.0 / (1.0 / cost.slow_D[group]).sum() for group in groups])
+    expert_G = 1.0 / (1.0 / cost.slow_GR).sum(axis=1)
+    tokens = int(window.lengths_S.sum())
+    work = math.fsum(
+        float(a) * tokens + float(b) * int(q_S.sum())
+        for a, b, q_S in zip(cost.linear_T, cost.quadratic_T, cost.quadratic_tokens_TS, strict=True)
+    )
+    routed = cost.expert * int(window.demand_LE.sum())
+    bound = 0.0
+    for h_G in (1.0 / attention_G, 1.0 / expert_G, np.ones(topology.edp)):
+        h_G = h_G / h_G.sum()
+        least = work * float((h_G * attention_G).min()) + routed * float((h_G * expert_G).min())
+        bound = max(bound, least)
+    return bound * SAFE

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from routepack.topology import Topology
 from routepack.window import MAX_TOKENS, Window
 
 LARGEST = 1e12  # of a coefficient: sums over any window stay finite
+SPEED_UNIT = 64  # 1 / speed is rounded to whole parts of this, so that costs stay exact
+SPEEDS = (0.01, 100.0)
 
 
 class AttentionStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -40,11 +43,18 @@ class AttentionStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
 
 class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Attention stages, weight of the expert term, and normalisation (design section 4)."""
+    """Attention stages, weight of the expert term, and normalisation (design section 4).
+
+    Where ranks are not equally fast, `dp_speed` [D] is the speed of each DP rank, and `ep_speed`
+    that of each EP rank: [R], alike in every shard, or [G*R], shard by shard. A rank of speed 0.8
+    takes 1 / 0.8 times as long (rounded to 64ths). Default: all 1.
+    """
 
     attention: tuple[AttentionStage, ...]
     expert: float = 1.0
     normalise: str = "cap"
+    dp_speed: tuple[float, ...] | None = None
+    ep_speed: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.attention:
@@ -59,6 +69,10 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             w = stage.window_tokens
             if w is not None and w < 1:
                 raise InputError.at("attention.window_tokens", w, "a whole number >= 1", i)
+        for name in ("dp_speed", "ep_speed"):
+            speeds = getattr(self, name)
+            if speeds is not None:
+                msgspec.structs.force_setattr(self, name, _speeds(name, speeds))
         if self.expert == 0 and not any(s.linear or s.quadratic for s in self.attention):
             raise InputError("cost model: expected a cost above 0, every coefficient is 0")
 
@@ -68,7 +82,10 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return from_toml(path, cls)
 
     def resolve(self, window: Window, topology: Topology, token_cap: int) -> Coefficients:
-        """The coefficients of the integers that a layout is scored by."""
+        """The coefficients of the integers that a layout is scored by.
+
+        Raises InputError for speeds of another number of ranks.
+        """
         quadratic_TS = [stage_tokens2(window.lengths_S, s.window_tokens) for s in self.attention]
         linear = [s.linear / token_cap for s in self.attention]
         quadratic = [s.quadratic / (token_cap * token_cap) for s in self.attention]
@@ -87,11 +104,21 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 quadratic = [b / attention_balanced for b in quadratic]
             if expert_balanced > 0:
                 expert = self.expert / expert_balanced
+        shape_GR = (topology.edp, topology.ep)
+        slow_D, slow_GR = np.ones(topology.dp), np.ones(shape_GR, np.int64)
+        if self.dp_speed is not None:
+            slow_D = _slow("dp_speed", self.dp_speed, (topology.dp,)) / SPEED_UNIT
+        if self.ep_speed is not None:
+            slow = _slow("ep_speed", self.ep_speed, (topology.ep, topology.edp * topology.ep))
+            slow_GR = np.broadcast_to(slow.reshape(-1, topology.ep), shape_GR)
+            expert /= SPEED_UNIT
         return Coefficients(
             linear_T=np.array(linear),
             quadratic_T=np.array(quadratic),
             expert=expert,
             quadratic_tokens_TS=np.stack(quadratic_TS),
+            slow_D=slow_D,
+            slow_GR=np.ascontiguousarray(slow_GR),
         )
 
 
@@ -99,14 +126,37 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Coefficients:
     """Cost per integer unit. Suffix T: attention stages.
 
-    A cell's stage costs linear_T * sum(n) + quadratic_T * sum(quadratic_tokens_TS); a group's
-    expert term is expert * (sum over layers of the busiest rank's routed tokens).
+    A cell's stage costs slow_D * (linear_T * sum(n) + quadratic_T * sum(quadratic_tokens_TS)); a
+    group's expert term is expert * (sum over layers of the largest slow_GR * routed tokens of a
+    rank).
     """
 
     linear_T: NDArray[np.float64]
     quadratic_T: NDArray[np.float64]
     expert: float
     quadratic_tokens_TS: NDArray[np.int64]
+    slow_D: NDArray[np.float64]
+    """1 where every DP rank is as fast."""
+    slow_GR: NDArray[np.int64]
+    """1 where every EP rank is as fast; with speeds, in units of which `expert` is the cost."""
+
+    @property
+    def ranks_alike(self) -> bool:
+        """Whether ranks may change places, cells among themselves and EP ranks likewise."""
+        return bool(np.ptp(self.slow_D) == 0 and np.ptp(self.slow_GR) == 0)
+
+    @property
+    def at_least(self) -> Coefficients:
+        """What every layout costs at least: all ranks as fast as the fastest."""
+        slow = float(self.slow_D.min())
+        return replace(
+            self,
+            linear_T=self.linear_T * slow,
+            quadratic_T=self.quadratic_T * slow,
+            expert=self.expert * int(self.slow_GR.min()),
+            slow_D=np.ones_like(self.slow_D),
+            slow_GR=np.ones_like(self.slow_GR),
+        )
 
 
 def stage_tokens2(lengths_S: NDArray[np.int64], window_tokens: int | None) -> NDArray[np.int64]:
@@ -142,6 +192,24 @@ def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise InputError.at(name, repr(value), "a number")
     return float(value)
+
+
+def _speeds(name: str, values: Sequence[float]) -> tuple[float, ...]:
+    """Speeds of ranks as Python floats."""
+    low, high = SPEEDS
+    found = tuple(_number(name, value) for value in values)
+    for i, speed in enumerate(found):
+        if not low <= speed <= high:
+            raise InputError.at(name, speed, f"a speed in {low:g}..{high:g}", i)
+    return found
+
+
+def _slow(name: str, speeds: Sequence[float], sizes: tuple[int, ...]) -> NDArray[np.int64]:
+    """1 / speed of each rank, in units of 1 / SPEED_UNIT, at least one."""
+    if len(speeds) not in sizes:
+        expected = " or ".join(str(size) for size in dict.fromkeys(sizes))
+        raise InputError.at(name, f"{len(speeds)} speeds", expected)
+    return np.array([max(1, round(SPEED_UNIT / speed)) for speed in speeds], np.int64)
 
 
 def _cost(name: str, value: float, index: int | None = None) -> None:

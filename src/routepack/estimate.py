@@ -163,7 +163,9 @@ def cost_interval(
     """
     group_S = groups_of(rows, topology, recorded.samples)
     ends = []
-    for busiest_BL in busiest_interval_BL(recorded, unknown_S, placement_LE, topology.ep, group_S):
+    for busiest_BL in busiest_interval_BL(
+        recorded, unknown_S, placement_LE, topology.ep, group_S, cost.slow_GR
+    ):
         busiest_MG = busiest_BL.sum(axis=1).reshape(attention_MG.shape)
         cost_MG = attention_MG + cost.expert * busiest_MG
         ends.append(max(math.fsum(cost_M) for cost_M in cost_MG.T.tolist()))
@@ -176,8 +178,12 @@ def busiest_interval_BL(
     placement_LE: NDArray[np.int32],
     ranks: int,
     group_S: NDArray[np.int32],
+    slow_GR: Int64 | None = None,
 ) -> tuple[Int64, Int64]:
     """Fewest and most routed tokens that the busiest rank of a group can have at a layer.
+
+    With `slow_GR` (cost.Coefficients) routed tokens count as much as their rank is slow. The most
+    is exact, the fewest then a bound: the known tokens, and all of them over the ranks' speeds.
 
     An unknown token chooses K distinct experts, so it adds at most min(K, E/R) to a rank. The most
     all add that to the rank that is busiest already; the fewest fill the ranks up from the least
@@ -193,9 +199,13 @@ def busiest_interval_BL(
     load_BLR = rank_load_BLR(recorded, placement_LE, ranks, group_S)
     unknown_B = sums_by_group(unknown_S, group_S)
     known_BL = load_BLR.max(axis=2)
+    most_B1 = (unknown_B * min(recorded.top_k, per_rank))[:, None]
+    if slow_GR is not None and (slow_GR != 1).any():
+        slow_BR = np.tile(slow_GR, (len(unknown_B) // len(slow_GR), 1))[:, None]
+        low_BL = (load_BLR * slow_BR).max(axis=2)
+        return low_BL, ((load_BLR + most_B1[:, :, None]) * slow_BR).max(axis=2)
     low_BL = np.maximum(known_BL, level_BL(load_BLR, unknown_B, recorded.top_k, per_rank))
-    high_BL = known_BL + (unknown_B * min(recorded.top_k, per_rank))[:, None]
-    return low_BL, high_BL
+    return low_BL, known_BL + most_B1
 
 
 Rates = tuple[NDArray[Any], int]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
-from typing import Literal
-
 import numpy as np
 from numpy.typing import NDArray
 
-from routepack.kernels.seeding import lightest_fit
+from routepack.kernels.seeding import largest_differencing, lightest_fit
 from routepack.problem import Problem
 from routepack.rows import ffd_bins, split_to
 
@@ -70,74 +67,11 @@ def heaviest_first(problem: Problem, cell_S: NDArray[np.int32]) -> NDArray[np.in
 
 
 def karmarkar_karp(work_S: NDArray[np.float64], parts: int) -> NDArray[np.int32]:
-    """Largest differencing method (Karmarkar & Karp 1982): the part of each sample.
+    """Largest differencing method (Karmarkar & Karp 1982): the part of each sample, 0 the heaviest.
 
-    Partial partitions are merged two at a time, those of largest spread first, heaviest set with
-    lightest set. Merges are recorded and part numbers read off from the last one down. Only parts
-    that hold a sample are kept, and of a merge with a single sample, as most are, only the place
-    of its part: else memory would be samples times parts.
+    Where there are fewer samples than parts, the last parts hold none.
     """
-    samples = len(work_S)
-    sums = dict(enumerate(work_S[:, None]))  # of the occupied parts of a partition, falling
-    sizes = [1] * samples
-    merged: list[tuple[int, int, int | NDArray[np.int32]]] = []  # left, right, order of the parts
-    heap = [(-float(work) if parts > 1 else 0.0, s) for s, work in enumerate(work_S)]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, left = heapq.heappop(heap)
-        _, right = heapq.heappop(heap)
-        held, joins = sums.pop(left), sums.pop(right)
-        size = min(parts, len(held) + len(joins))
-        order: int | NDArray[np.int32]
-        if len(joins) == 1:
-            total, order = _join(held, joins, size, "right")
-        elif len(held) == 1 and (np.diff(joins) < 0).all():  # equals would change their order
-            total, order = _join(joins, held, size, "left")
-            left, right = right, left
-        else:
-            total = np.zeros(size)
-            total[: len(held)] = held
-            total[size - len(joins) :] += joins[::-1]
-            order = np.argsort(-total, kind="stable").astype(np.int32)
-            total = total[order]
-        merged.append((left, right, order))
-        least = float(total[-1]) if size == parts else 0.0
-        heapq.heappush(heap, (least - float(total[0]), len(sizes)))
-        sums[len(sizes)] = total
-        sizes.append(size)
-    part_S = np.zeros(samples, np.int32)
-    numbers = {len(sizes) - 1: np.arange(sizes[-1])}
-    for node in range(len(sizes) - 1, -1, -1):
-        number = numbers.pop(node)
-        if node < samples:
-            part_S[node] = number[0]
-            continue
-        left, right, order = merged[node - samples]
-        if isinstance(order, int):
-            joined = number[order : order + 1]
-            before = np.concatenate([number[:order], number[order + 1 :], joined])
-        else:
-            before = np.empty_like(number)
-            before[order] = number
-        numbers[left] = before[: sizes[left]]
-        numbers[right] = before[len(before) - sizes[right] :][::-1].copy()  # a view keeps it all
-    return part_S
-
-
-def _join(
-    held: NDArray[np.float64],
-    single: NDArray[np.float64],
-    size: int,
-    side: Literal["left", "right"],
-) -> tuple[NDArray[np.float64], int]:
-    """Sums after a single sample takes an empty part, else the lightest; and the part's place.
-
-    `side`: whether it comes before or behind its equals, as a stable sort of the merge has it.
-    """
-    rest = held[: size - 1]
-    joined = single + held[size - 1 :].sum()
-    place = int(np.searchsorted(-rest, -joined[0], side=side))
-    return np.concatenate([rest[:place], joined, rest[place:]]), place
+    return np.asarray(largest_differencing(np.ascontiguousarray(work_S, np.float64), parts))
 
 
 def fill_empty(problem: Problem, cell_S: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -32,7 +32,7 @@ class Mixture:
     current_LE: NDArray[np.int32]
     proposed_LE: NDArray[np.int32]
     attention_MG: NDArray[np.float64]
-    current_MGL: NDArray[np.int64]  # routed tokens of the busiest rank under current_LE
+    current_MGL: NDArray[np.int64]  # routed tokens of the busiest rank under current_LE, slowed
     proposed_MGL: NDArray[np.int64]
     expert: float  # cost of one of them
 
@@ -47,16 +47,19 @@ class Mixture:
         """Count the loads of both placements in the rows of `base`, a plan of `window`."""
         topology = base.to_topology()
         cost = base.cost_model.resolve(window, topology, base.token_cap)
-        groups = [[[row[d] for d in dp] for dp in topology.groups] for row in base.rows]
-        attention_MG = [[_attention(cells, window, cost) for cells in row] for row in groups]
-        demand_MGLE = np.array([[_demand(cells, window) for cells in row] for row in groups])
+        attention_MG = [
+            [_attention(row, dp, window, cost) for dp in topology.groups] for row in base.rows
+        ]
+        demand_MGLE = np.array(
+            [[_demand([row[d] for d in dp], window) for dp in topology.groups] for row in base.rows]
+        )
         return cls(
             base,
             current_LE,
             proposed_LE,
             np.array(attention_MG),
-            _busiest(demand_MGLE, current_LE, topology.ep),
-            _busiest(demand_MGLE, proposed_LE, topology.ep),
+            _busiest(demand_MGLE, current_LE, cost.slow_GR),
+            _busiest(demand_MGLE, proposed_LE, cost.slow_GR),
             cost.expert,
         )
 
@@ -92,11 +95,13 @@ class Mixture:
         )
 
 
-def _attention(cells: Sequence[Sequence[int]], window: Window, cost: Coefficients) -> float:
+def _attention(
+    row: Sequence[Sequence[int]], dp_ranks: Sequence[int], window: Window, cost: Coefficients
+) -> float:
     """Attention of a row of one shard, as the oracle adds it up."""
     attention = 0.0
     for stage in range(len(cost.linear_T)):
-        attention += max(cell_attention(cell, stage, window, cost) for cell in cells)
+        attention += max(cell_attention(row[d], d, stage, window, cost) for d in dp_ranks)
     return attention
 
 
@@ -107,10 +112,10 @@ def _demand(cells: Sequence[Sequence[int]], window: Window) -> NDArray[np.int64]
 
 
 def _busiest(
-    demand_MGLE: NDArray[np.int64], placement_LE: NDArray[np.int32], ranks: int
+    demand_MGLE: NDArray[np.int64], placement_LE: NDArray[np.int32], slow_GR: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Routed tokens of the busiest rank [M, G, L]."""
+    """Routed tokens of the busiest rank [M, G, L], times how slow it is."""
     expert_of_slot_LE = np.argsort(placement_LE, axis=1)
     by_slot = np.take_along_axis(demand_MGLE, expert_of_slot_LE[None, None], axis=3)
-    load_MGLR = by_slot.reshape(*by_slot.shape[:3], ranks, -1).sum(axis=4)
-    return np.asarray(load_MGLR.max(axis=3))
+    load_MGLR = by_slot.reshape(*by_slot.shape[:3], slow_GR.shape[1], -1).sum(axis=4)
+    return np.asarray((load_MGLR * slow_GR[None, :, None]).max(axis=3))

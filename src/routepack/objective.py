@@ -32,11 +32,14 @@ def rank_load_LR(
     return load_LR
 
 
-def cell_attention(cell: Sequence[int], stage: int, window: Window, cost: Coefficients) -> float:
+def cell_attention(
+    cell: Sequence[int], dp_rank: int, stage: int, window: Window, cost: Coefficients
+) -> float:
     """Attention work of one micro-batch on one DP rank at one stage."""
     tokens = sum(int(window.lengths_S[i]) for i in cell)
     tokens2 = sum(int(cost.quadratic_tokens_TS[stage, i]) for i in cell)
-    return float(cost.linear_T[stage]) * tokens + float(cost.quadratic_T[stage]) * tokens2
+    work = float(cost.linear_T[stage]) * tokens + float(cost.quadratic_T[stage]) * tokens2
+    return float(cost.slow_D[dp_rank]) * work
 
 
 def row_costs(
@@ -56,14 +59,14 @@ def row_costs(
     load_MGLR = np.zeros((*shape, window.layers, topology.ep), np.int64)
     for m, row in enumerate(rows):
         for g, dp_ranks in enumerate(topology.groups):
-            cells = [row[d] for d in dp_ranks]
             attention = 0.0
             for stage in range(stages):
-                attention += max(cell_attention(cell, stage, window, cost) for cell in cells)
-            samples = [i for cell in cells for i in cell]
+                attention += max(cell_attention(row[d], d, stage, window, cost) for d in dp_ranks)
+            samples = [i for d in dp_ranks for i in row[d]]
             demand_LE = window.demand_SLE[samples].sum(axis=0, dtype=np.int64)
             load_LR = rank_load_LR(demand_LE, placement_LE, topology.ep)
-            busiest = sum(int(load_LR[layer].max()) for layer in range(window.layers))
+            slow_R = cost.slow_GR[g]
+            busiest = sum(int((slow_R * load_LR[layer]).max()) for layer in range(window.layers))
             attention_MG[m, g] = attention
             expert_MG[m, g] = cost.expert * busiest
             load_MGLR[m, g] = load_LR

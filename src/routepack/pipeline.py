@@ -163,7 +163,7 @@ def stage_costs(
         expected = f"{window.layers} layers, as in the window"
         raise InputError.at("len(stage_of_layer)", len(stages.stage_of_layer), expected)
     attention_MG, _, load_MGLR = row_costs(window, topology, cost, placement_LE, rows)
-    busiest_MGL = load_MGLR.max(axis=3)
+    busiest_MGL = (load_MGLR * cost.slow_GR[:, None]).max(axis=3)
     busiest_MGP = np.zeros((*attention_MG.shape, stages.count), np.int64)
     for layer, stage in enumerate(stages.stage_of_layer):
         busiest_MGP[:, :, stage] += busiest_MGL[:, :, layer]

@@ -91,12 +91,14 @@ def row_aware_placement(
     pool: ThreadPoolExecutor,
     limit: int = UNLIMITED,
     nodes: Nodes | None = None,
+    slow_RB: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int32]:
     """Ranks [L, E] that lower the busiest ranks of groups, given their demand (design 6.1).
 
     Given the layout, layers are independent: each anneals swaps of experts under the sum over
     groups of the busiest rank. Starts from `rank_LE`; a layer is never worse after than before.
-    Above `limit` routed tokens a busiest rank is charged more; experts stay on their node.
+    Above `limit` routed tokens a busiest rank is charged more; experts stay on their node. With
+    `slow_RB` a routed token counts so often on a rank in a group, and so does one of the limit.
     """
     layers = len(rank_LE)
     demand_LEB = np.ascontiguousarray(demand_BLE.transpose(1, 2, 0))
@@ -104,6 +106,12 @@ def row_aware_placement(
     per_node = nodes.ranks if nodes is not None else ranks
     if per_node == 1:
         return rank_LE
+    uneven = slow_RB is not None
+    if slow_RB is None:
+        slow_RB = np.ones((ranks, len(demand_BLE)), np.int64)
+    elif limit < UNLIMITED:
+        limit *= int(slow_RB.max())
+    slow_RB = np.ascontiguousarray(slow_RB, demand_LEB.dtype)
     busiest_L = np.zeros(layers, np.int64)
     wave = 0
     # With a deadline, a short first wave measures the speed; a wave restarts from the best.
@@ -112,8 +120,8 @@ def row_aware_placement(
 
         def refine(layer: int, key: np.uint64 = key, proposals: int = proposals) -> None:
             anneal_layers(
-                demand_LEB, ranks, per_node, limit, rank_LE, layer, layer + 1, proposals,
-                PLACEMENT_START, PLACEMENT_COOLING, key, busiest_L,
+                demand_LEB, ranks, per_node, limit, uneven, slow_RB, rank_LE, layer, layer + 1,
+                proposals, PLACEMENT_START, PLACEMENT_COOLING, key, busiest_L,
             )  # fmt: skip
 
         list(pool.map(refine, range(layers)))
@@ -127,12 +135,14 @@ def relabel(
     ranks: int,
     current_LE: NDArray[np.int32],
     nodes: Nodes | None = None,
+    *,
+    alike: bool = True,
 ) -> NDArray[np.int32]:
     """Slots for a partition of experts into ranks that moves as few experts as possible.
 
-    Ranks are interchangeable (those of a node among themselves, and nodes whole), so each layer
-    assigns the parts to ranks to keep most experts where they are. An expert that stays on its rank
-    keeps its slot; the others take the free slots in ascending order.
+    Ranks that are `alike` are interchangeable (those of a node among themselves, and nodes whole),
+    so each layer assigns the parts to ranks to keep most experts where they are. An expert that
+    stays on its rank keeps its slot; the others take the free slots in ascending order.
     """
     experts = rank_LE.shape[1]
     per_rank = experts // ranks
@@ -141,7 +151,9 @@ def relabel(
     new_rank_LE = np.empty_like(rank_LE)
     for layer, (part_E, current_E) in enumerate(zip(rank_LE, current_rank_LE, strict=True)):
         stay_RR = np.bincount(part_E * ranks + current_E, minlength=ranks * ranks)
-        name_R = _names_R(stay_RR.reshape(ranks, ranks), per_node)
+        name_R = np.arange(ranks)
+        if alike:
+            name_R = _names_R(stay_RR.reshape(ranks, ranks), per_node)
         new_rank_LE[layer] = name_R[part_E]
     # Stable sorts pair, rank by rank, the experts that move in with the slots that are left free.
     stays_LE = new_rank_LE == current_rank_LE

@@ -153,9 +153,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         del fields["stats"]
         if self.requirements.vacuous:
             del fields["requirements"]
-        for name in ("padding", "estimate"):
-            if fields[name] is None:
-                del fields[name]
+        for where, name in (
+            (fields, "padding"),
+            (fields, "estimate"),
+            (fields["cost_model"], "dp_speed"),
+            (fields["cost_model"], "ep_speed"),
+        ):
+            if where[name] is None:
+                del where[name]
         return (
             json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
         ).encode()

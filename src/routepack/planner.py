@@ -98,6 +98,10 @@ def make_plan(
             require_whole(placement_LE, topology.ep, problem.nodes)
     else:
         rank_LE = balanced_ranks(window.demand_LE, topology.ep, threads, problem.nodes)
+        if not problem.cost.ranks_alike:  # then ranks keep their names from here on
+            rank_LE = ranks_of(
+                relabel(rank_LE, topology.ep, current_LE, problem.nodes), topology.ep
+            )
     clock.lap("placement")
 
     # 3. and 4. Seeds, population annealing and row-aware placement, or a trainer's own layout.
@@ -143,7 +147,9 @@ def make_plan(
     if measured.over:
         raise step.too_little_memory(problem.static(rank_LE, threads), cell_S)
     if not given:
-        placement_LE = relabel(rank_LE, topology.ep, current_LE, problem.nodes)
+        placement_LE = relabel(
+            rank_LE, topology.ep, current_LE, problem.nodes, alike=problem.cost.ranks_alike
+        )
     result = step.plan(placement_LE, cell_S, measured, method, spent)
     clock.lap("finish")
     stats["planning_seconds"] = time.perf_counter() - clock.started

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from routepack.cost import Coefficients
 from routepack.errors import InfeasibleError
 from routepack.kernels.layout import (
+    LANES,
     OVER_WEIGHT,
     TOP,
     TOTAL_WEIGHT,
@@ -101,7 +102,8 @@ class Problem:
     def load(self) -> Any:
         """Dtype that holds the routed tokens of a group at a layer, and of a cell at all layers."""
         longest = max(int(self.window.lengths_S.sum()), self.window.layers * self.token_cap)
-        return np.dtype(np.int32 if self.window.top_k * longest < 2**31 else np.int64)
+        most = self.window.top_k * longest * int(self.cost.slow_GR.max())
+        return np.dtype(np.int32 if most < 2**31 else np.int64)
 
     @property
     def dp_order(self) -> tuple[int, ...]:
@@ -119,7 +121,8 @@ class Problem:
         demand_SLE = self.window.demand_SLE
         expert_LRi = np.argsort(rank_LE, axis=1, kind="stable").astype(np.int32)
         expert_LRi = expert_LRi.reshape(len(rank_LE), self.topology.ep, -1)
-        placed_SRL = np.zeros((samples + 1, self.topology.ep, self.window.layers), self.load)
+        layers = self.window.layers + -self.window.layers % LANES
+        placed_SRL = np.zeros((samples + 1, self.topology.ep, layers), self.load)
         placed_LRS = np.empty(placed_SRL.shape[::-1], self.load)
         placed_LRS[:, :, samples] = 0
 
@@ -141,6 +144,9 @@ class Problem:
             linear_T=np.ascontiguousarray(cost.linear_T),
             quadratic_T=np.ascontiguousarray(cost.quadratic_T),
             expert=float(cost.expert),
+            slow_c=np.tile(cost.slow_D[list(self.dp_order)], self.rows),
+            uneven=bool((cost.slow_GR != 1).any()),
+            slow_GR=cost.slow_GR.astype(self.load),
             cap=self.token_cap,
             shards=self.topology.edp,
             width=self.topology.ranks_per_shard,
@@ -212,7 +218,8 @@ class Problem:
         """What a token costs on a cell and on an EP rank."""
         cost, tokens = self.cost, self.window.lengths_S.sum()
         pairs_T = cost.quadratic_tokens_TS.sum(axis=1)
-        return float(cost.expert + cost.linear_T.sum() + cost.quadratic_T @ pairs_T / tokens)
+        expert = cost.expert * int(cost.slow_GR.min())
+        return float(expert + cost.linear_T.sum() + cost.quadratic_T @ pairs_T / tokens)
 
     def with_rows(self, rows: int) -> Problem:
         """The same problem at another number of rows."""
@@ -256,8 +263,10 @@ class Problem:
         for b in range(groups):  # any busiest rank will do
             argmax_L = state.argmax_BL[b]
             at = (argmax_L, np.arange(layers))
-            assert np.array_equal(state.load_BRL[b][at], state.load_BRL[b].max(axis=0))
-            peak_S = static.placed_SRL[:, at[0], at[1]].sum(axis=1)
+            slow_R = static.slow_GR[static.shard_B[b]]
+            load_RL = slow_R[:, None] * state.load_BRL[b]
+            assert np.array_equal(load_RL[at], load_RL.max(axis=0))
+            peak_S = (static.placed_SRL[:, at[0], at[1]] * slow_R[argmax_L]).sum(axis=1)
             assert np.array_equal(state.peak_BS[b, : samples + 1], peak_S)
         for s, c in enumerate(state.cell_S[:samples].tolist()):
             assert state.members_ck[c, state.position_S[s]] == s

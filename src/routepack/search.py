@@ -198,6 +198,7 @@ def _place(
         )
         for task in tasks
     ])  # fmt: skip
+    slow_RG = first.cost.slow_GR.T if tasks[0].static.uneven else None
     rank_LE = row_aware_placement(
         demand_BLE,
         tasks[0].archive.rank_LE,
@@ -207,6 +208,7 @@ def _place(
         pool,
         first.rules.limit,
         first.nodes,
+        None if slow_RG is None else np.tile(slow_RG, len(demand_BLE) // slow_RG.shape[1]),
     )
     statics = [task.problem.static(rank_LE, pool._max_workers) for task in tasks]
     after = [

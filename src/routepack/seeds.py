@@ -134,9 +134,9 @@ def canonical(problem: Problem, cell_S: NDArray[np.int32]) -> NDArray[np.int32]:
     """One layout for all that differ by the order of rows or of the DP ranks of a shard.
 
     The cells of a group are ordered by their lowest sample, rows by their lowest sample. Under
-    requirements cells and rows are not alike, and the layout stays as it is.
+    requirements, or on ranks of unequal speed, they are not alike, and the layout stays as it is.
     """
-    if problem.rules.shaped:
+    if problem.rules.shaped or not problem.cost.ranks_alike:
         return cell_S
     first_c = np.full(problem.cells, problem.window.samples, np.int64)
     np.minimum.at(first_c, cell_S, np.arange(len(cell_S)))

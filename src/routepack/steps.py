@@ -73,11 +73,13 @@ def make_plans(
         )
         for part in (window.select(index) for index in samples)
     ]
-    nodes = parts[0].problem.nodes
+    nodes, alike = parts[0].problem.nodes, parts[0].problem.cost.ranks_alike
     rank_LE = ranks_of(current_LE, topology.ep)
     if not fixed_placement:
         demand_LE = np.sum([part.window.demand_LE for part in parts], axis=0)
         rank_LE = balanced_ranks(demand_LE, topology.ep, threads, nodes)
+        if not alike:  # then ranks keep their names from here on
+            rank_LE = ranks_of(relabel(rank_LE, topology.ep, current_LE, nodes), topology.ep)
     elif nodes is not None:
         require_whole(current_LE, topology.ep, nodes)
     own, others = _split(budget, bool(passes))
@@ -96,7 +98,9 @@ def make_plans(
     )
     placement_LE = current_LE
     if not fixed_placement:
-        placement_LE = relabel(tasks[0].archive.rank_LE, topology.ep, current_LE, nodes)
+        placement_LE = relabel(
+            tasks[0].archive.rank_LE, topology.ep, current_LE, nodes, alike=alike
+        )
     plans = tuple(
         _plan(part, task, placement_LE, index, int(seed))
         for part, task, index in zip(parts, tasks, samples, strict=True)

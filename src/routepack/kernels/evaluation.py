@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from routepack.kernels.jit import inlined
+from routepack.kernels.jit import called, inlined
 from routepack.kernels.layout import UNLIMITED, WORST_ROW_WEIGHT, routed
 from routepack.kernels.moves import fill_bundle, sum_peaks
 
@@ -62,7 +62,7 @@ def cell_work(static, state, t, c, out, into):  # type: ignore[no-untyped-def]
     """Attention work of cell c at stage t without sample `out` and with sample `into`."""
     tokens = state.tokens_c[c] - state.length_S[out] + state.length_S[into]
     tokens2 = state.tokens2_Tc[t, c] - state.tokens2_TS[t, out] + state.tokens2_TS[t, into]
-    return static.linear_T[t] * tokens + static.quadratic_T[t] * tokens2
+    return static.slow_c[c] * (static.linear_T[t] * tokens + static.quadratic_T[t] * tokens2)
 
 
 @inlined
@@ -87,35 +87,75 @@ def attention_after(static, state, b, x, out, into, y):  # type: ignore[no-untyp
 def busiest_after(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
     """Sums over layers of the busiest ranks of groups x and y after they exchange i and j.
 
-    Both at once, since both need the loads of the same two samples; ranks are taken eight at a
-    time, which keeps the maxima in registers, then the rest.
+    Both at once, since both need the loads of the same two samples. Ranks are taken eight at a
+    time, which keeps the maxima in registers; the last eight are summed over layers without being
+    stored, which spares the compiler's checks that the arrays do not overlap.
     """
     x_RL, y_RL = state.load_BRL[x], state.load_BRL[y]
     i_RL, j_RL = routed(static, state, i), routed(static, state, j)
     peak_x_L, peak_y_L = state.peak_L, state.other_peak_L
     ranks, layers = x_RL.shape
     number = peak_x_L.dtype.type  # int32 stays int32: numba widens the arithmetic otherwise
-    for layer in range(layers):
-        peak_x_L[layer] = peak_y_L[layer] = 0
-    for r in range(0, ranks - 7, 8):
+    summed = 8 if ranks % 8 == 0 and static.limit == UNLIMITED else 0
+    stored = ranks - summed
+    for r in range(0, stored - 7, 8):
         for layer in range(layers):
-            peak_x, peak_y = peak_x_L[layer], peak_y_L[layer]
+            peak_x = peak_y = number(0)
             for k in range(r, r + 8):  # unrolled by the compiler
                 moved = number(j_RL[k, layer] - i_RL[k, layer])
                 load_x, load_y = number(x_RL[k, layer] + moved), number(y_RL[k, layer] - moved)
                 peak_x = load_x if load_x > peak_x else peak_x
                 peak_y = load_y if load_y > peak_y else peak_y
+            if r > 0:
+                peak_x, peak_y = max(peak_x, peak_x_L[layer]), max(peak_y, peak_y_L[layer])
             peak_x_L[layer], peak_y_L[layer] = peak_x, peak_y
-    for r in range(ranks - ranks % 8, ranks):
+    for r in range(stored - stored % 8, stored):
         for layer in range(layers):
             moved = number(j_RL[r, layer] - i_RL[r, layer])
-            load_x, load_y = number(x_RL[r, layer] + moved), number(y_RL[r, layer] - moved)
-            peak_x_L[layer] = load_x if load_x > peak_x_L[layer] else peak_x_L[layer]
-            peak_y_L[layer] = load_y if load_y > peak_y_L[layer] else peak_y_L[layer]
+            peak_x, peak_y = number(x_RL[r, layer] + moved), number(y_RL[r, layer] - moved)
+            if r > 0:
+                peak_x, peak_y = max(peak_x, peak_x_L[layer]), max(peak_y, peak_y_L[layer])
+            peak_x_L[layer], peak_y_L[layer] = peak_x, peak_y
     total_x, total_y = np.int64(0), np.int64(0)
+    if summed == 0:
+        for layer in range(layers):
+            total_x += peak_x_L[layer]
+            total_y += peak_y_L[layer]
+        return total_x, total_y
     for layer in range(layers):
-        total_x += peak_x_L[layer]
-        total_y += peak_y_L[layer]
+        peak_x = peak_y = number(0)
+        for k in range(stored, stored + 8):
+            moved = number(j_RL[k, layer] - i_RL[k, layer])
+            load_x, load_y = number(x_RL[k, layer] + moved), number(y_RL[k, layer] - moved)
+            peak_x = load_x if load_x > peak_x else peak_x
+            peak_y = load_y if load_y > peak_y else peak_y
+        if stored > 0:
+            peak_x, peak_y = max(peak_x, peak_x_L[layer]), max(peak_y, peak_y_L[layer])
+        total_x += peak_x
+        total_y += peak_y
+    return total_x, total_y
+
+
+@called
+def slowest_after(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
+    """As busiest_after, where EP ranks are not equally fast; peak_L are the loads as they are."""
+    i_RL, j_RL = routed(static, state, i), routed(static, state, j)
+    peak_x_L, peak_y_L = state.peak_L, state.other_peak_L
+    ranks, layers = i_RL.shape
+    total_x, total_y = np.int64(0), np.int64(0)
+    for side in range(2):
+        b, peak_L = (y, peak_y_L) if side else (x, peak_x_L)
+        load_RL, slow_R = state.load_BRL[b], static.slow_GR[static.shard_B[b]]
+        total = np.int64(0)
+        for layer in range(layers):
+            slowest, peak = np.int64(0), np.int64(0)
+            for r in range(ranks):
+                moved = np.int64(j_RL[r, layer]) - i_RL[r, layer]
+                load = load_RL[r, layer] - moved if side else load_RL[r, layer] + moved
+                peak, slowest = max(peak, load), max(slowest, slow_R[r] * load)
+            peak_L[layer] = peak
+            total += slowest
+        total_x, total_y = (total_x, total) if side else (total, total_y)
     return total_x, total_y
 
 
@@ -154,10 +194,11 @@ def spread_change(static, state, x, y, i, j):  # type: ignore[no-untyped-def]
         after_x = cell_work(static, state, t, x, i, j)
         after_y = cell_work(static, state, t, y, j, i)
         change += after_x * after_x - before_x * before_x + after_y * after_y - before_y * before_y
-        if bx != by:
-            total_x, total_y = state.work_BT[bx, t], state.work_BT[by, t]
-            moved = after_x - before_x
-            change -= moved * (2.0 * (total_x - total_y) + 2.0 * moved) / static.width
+        more_x, more_y = after_x - before_x, after_y - before_y
+        if bx == by:
+            more_x, more_y = more_x + more_y, 0.0
+        squares = more_x * (2.0 * state.work_BT[bx, t] + more_x)
+        change -= (squares + more_y * (2.0 * state.work_BT[by, t] + more_y)) / static.width
     return change
 
 
@@ -192,7 +233,10 @@ def evaluate(static, state, x, y, i, j, total_weight, limit, early):  # type: ig
     for moving in (i, j):
         if moving > null:
             fill_bundle(static, state, moving - null - 1)
-    busiest_x, busiest_y = busiest_after(static, state, bx, by, i, j)
+    if static.uneven:
+        busiest_x, busiest_y = slowest_after(static, state, bx, by, i, j)
+    else:
+        busiest_x, busiest_y = busiest_after(static, state, bx, by, i, j)
     cost_x = attention_x + static.expert * busiest_x
     cost_y = attention_y + static.expert * busiest_y
     over = over_after(static, state, bx, by)

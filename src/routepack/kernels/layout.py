@@ -6,7 +6,8 @@ tokens, no demand; moving it does nothing, so a relocation is a swap with it. Sa
 are bundles: several samples of a cell that move as one; they belong to the state.
 
 Loads are rank-major with layers innermost, so that the busiest rank of every layer is a vertical
-SIMD maximum. Suffixes: B groups, c cells, T attention stages, R EP ranks, L layers, S samples.
+SIMD maximum; layers that fill up a vector hold nothing. Suffixes: B groups, c cells, T attention
+stages, R EP ranks, L layers, S samples.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ TOTAL_WEIGHT = 1e-6  # of sum U in the energy (design section 2)
 WORST_ROW_WEIGHT = 1e-9  # of max J
 OVER_WEIGHT = 8.0  # of a token above a limit, in whole costs of a token: far more than it saves
 UNLIMITED = 2**62
+LANES = 8  # layers are padded to a multiple of this: whole SIMD vectors
 TOP = 3  # largest cells kept per stage: two may be excluded by a move, the third is the maximum
 
 
@@ -39,6 +41,9 @@ class Static(NamedTuple):
     linear_T: NDArray[np.float64]
     quadratic_T: NDArray[np.float64]
     expert: float
+    slow_c: NDArray[np.float64]  # attention work of a cell takes so many times as long
+    uneven: bool  # whether EP ranks are not equally fast
+    slow_GR: NDArray[Any]  # a routed token of a rank counts so often; else 1
     cap: int
     shards: int  # G
     width: int  # W, cells of a group
@@ -95,8 +100,8 @@ def static_type(load: Any) -> Any:
     i32, i64, f64 = types.int32, types.int64, types.float64
     fields = (
         i64[::1], i64[:, ::1], load[:, :, ::1], load[:, :, ::1], i32[::1], i32[::1],
-        f64[::1], f64[::1], f64, i64, i64, i64, i64[::1], i64[::1],
-        i64, i64, f64, i64, i64[::1], i64[::1], i64[::1], i64, i64[::1],
+        f64[::1], f64[::1], f64, f64[::1], types.boolean, load[:, ::1], i64, i64, i64,
+        i64[::1], i64[::1], i64, i64, f64, i64, i64[::1], i64[::1], i64[::1], i64, i64[::1],
         i64, i64[::1], i64[::1], i64[::1],
     )  # fmt: skip
     return cast(Any, types.NamedTuple)(fields, Static)
@@ -118,9 +123,10 @@ def state_type(load: Any) -> Any:
 @inlined
 def refresh_cell(static, state, c):  # type: ignore[no-untyped-def]
     for t in range(len(static.linear_T)):
-        state.work_Tc[t, c] = (
+        work = (
             static.linear_T[t] * state.tokens_c[c] + static.quadratic_T[t] * state.tokens2_Tc[t, c]
         )
+        state.work_Tc[t, c] = static.slow_c[c] * work
 
 
 @inlined
@@ -148,14 +154,16 @@ def refresh_attention(static, state, b):  # type: ignore[no-untyped-def]
 def refresh_experts(static, state, b):  # type: ignore[no-untyped-def]
     """Busiest ranks of group b, and each sample's demand on them where a busiest rank changed."""
     load_RL, peak_L, argmax_L = state.load_BRL[b], state.peak_L, state.new_argmax_L
+    slow_R, number = static.slow_GR[static.shard_B[b]], state.peak_L.dtype.type
     ranks, layers = load_RL.shape
     for layer in range(layers):
-        peak_L[layer] = load_RL[0, layer]
+        peak_L[layer] = number(slow_R[0] * load_RL[0, layer])
         argmax_L[layer] = 0
     for r in range(1, ranks):
         for layer in range(layers):
-            larger = load_RL[r, layer] > peak_L[layer]
-            peak_L[layer] = load_RL[r, layer] if larger else peak_L[layer]
+            load = number(slow_R[r] * load_RL[r, layer])
+            larger = load > peak_L[layer]
+            peak_L[layer] = load if larger else peak_L[layer]
             argmax_L[layer] = r if larger else argmax_L[layer]
     busiest = np.int64(0)
     for layer in range(layers):
@@ -164,7 +172,10 @@ def refresh_experts(static, state, b):  # type: ignore[no-untyped-def]
     if static.limit < UNLIMITED:
         over = np.int64(0)
         for layer in range(layers):
-            over += max(np.int64(0), peak_L[layer] - static.limit)
+            peak = load_RL[0, layer]
+            for r in range(1, ranks):
+                peak = max(peak, load_RL[r, layer])
+            over += max(np.int64(0), peak - static.limit)
         state.over_B[b] = over
     peak_S = state.peak_BS[b]
     for layer in range(layers):
@@ -173,8 +184,12 @@ def refresh_experts(static, state, b):  # type: ignore[no-untyped-def]
             state.argmax_BL[b, layer] = new
             add_S = static.placed_LRS[layer, new]
             take_S = static.placed_LRS[layer, old]
-            for s in range(len(add_S)):
-                peak_S[s] += add_S[s] - take_S[s]
+            if static.uneven:
+                for s in range(len(add_S)):
+                    peak_S[s] += slow_R[new] * add_S[s] - slow_R[old] * take_S[s]
+            else:
+                for s in range(len(add_S)):
+                    peak_S[s] += add_S[s] - take_S[s]
 
 
 @inlined
@@ -259,9 +274,10 @@ def _build(static: Static, state: State, cell_S: NDArray[np.int32]) -> None:
     state.argmax_BL[:] = 0
     state.peak_BS[:] = 0
     for b in range(len(state.cost_B)):
+        slow = static.slow_GR[static.shard_B[b], 0]
         for layer in range(layers):
             for s in range(samples):
-                state.peak_BS[b, s] += static.placed_LRS[layer, 0, s]
+                state.peak_BS[b, s] += slow * static.placed_LRS[layer, 0, s]
         for c in range(b * static.width, (b + 1) * static.width):
             refresh_cell(static, state, c)
         refresh_attention(static, state, b)
@@ -298,14 +314,16 @@ def _measure(
             largest = 0.0
             for c in range(width):
                 work = static.linear_T[t] * tokens_c[c] + static.quadratic_T[t] * tokens2_Tc[t, c]
-                largest = max(largest, work)
+                largest = max(largest, static.slow_c[b * width + c] * work)
             attention_B[b] += largest
         busiest, over = np.int64(0), np.int64(0)
         for layer in range(layers):
-            peak = load_RL[0, layer]
-            for r in range(1, ranks):
-                peak = max(peak, load_RL[r, layer])
-            busiest += peak
+            peak, slowest = np.int64(0), np.int64(0)
+            for r in range(ranks):
+                load = np.int64(load_RL[r, layer])
+                peak = max(peak, load)
+                slowest = max(slowest, load * static.slow_GR[static.shard_B[b], r])
+            busiest += slowest
             over += max(np.int64(0), peak - static.limit)
         busiest_B[b], over_B[b] = busiest, over
 

@@ -64,6 +64,8 @@ def _anneal_layers(  # type: ignore[no-untyped-def]
     ranks,
     per_node,
     limit,
+    uneven,
+    slow_RB,
     rank_LE,
     first,
     last,
@@ -76,7 +78,8 @@ def _anneal_layers(  # type: ignore[no-untyped-def]
     """Anneal layers first..last-1 of rank_LE in place to the best found; busiest_L gets its cost.
 
     A proposal swaps an expert of the busiest rank of a random group with one of another rank of its
-    node (of `per_node` ranks). The temperature falls from `start` to start / cooling, in mean
+    node (of `per_node` ranks). Where ranks are uneven, a routed token counts as slow_RB says. The
+    temperature falls from `start` to start / cooling, in mean
     excesses of a busiest rank.
     """
     _, experts, groups = demand_LEB.shape
@@ -97,8 +100,9 @@ def _anneal_layers(  # type: ignore[no-untyped-def]
             member_Ri[r, held_R[r]] = e
             held_R[r] += 1
             for b in range(groups):
-                load_RB[r, b] += demand_EB[e, b]
-                total += demand_EB[e, b]
+                load = slow_RB[r, b] * demand_EB[e, b]
+                load_RB[r, b] += load
+                total += load
         now = find_largest(load_RB, top_kB, rank_kB, limit)
         best = now
         best_E[:] = rank_E
@@ -117,7 +121,9 @@ def _anneal_layers(  # type: ignore[no-untyped-def]
             after = np.int64(0)
             for b in range(groups):
                 moved = demand_EB[e, b] - demand_EB[f, b]
-                largest = max(load_RB[x, b] - moved, load_RB[y, b] + moved)
+                moved_x = slow_RB[x, b] * moved if uneven else moved
+                moved_y = slow_RB[y, b] * moved if uneven else moved
+                largest = max(load_RB[x, b] - moved_x, load_RB[y, b] + moved_y)
                 rest = top_kB[2, b]
                 if rank_kB[1, b] != x and rank_kB[1, b] != y:
                     rest = top_kB[1, b]
@@ -128,8 +134,8 @@ def _anneal_layers(  # type: ignore[no-untyped-def]
                 continue
             for b in range(groups):
                 moved = demand_EB[e, b] - demand_EB[f, b]
-                load_RB[x, b] -= moved
-                load_RB[y, b] += moved
+                load_RB[x, b] -= slow_RB[x, b] * moved
+                load_RB[y, b] += slow_RB[y, b] * moved
             member_Ri[x, i], member_Ri[y, j] = f, e
             rank_E[e], rank_E[f] = y, x
             now = find_largest(load_RB, top_kB, rank_kB, limit)
@@ -161,8 +167,9 @@ def group_demand(
 anneal_layers = PerLoad(
     _anneal_layers,
     lambda load: types.void(
-        load[:, :, ::1], types.int64, types.int64, types.int64, types.int32[:, ::1], types.int64,
-        types.int64, types.int64, types.float64, types.float64, types.uint64, types.int64[::1],
+        load[:, :, ::1], types.int64, types.int64, types.int64, types.boolean, load[:, ::1],
+        types.int32[:, ::1], types.int64, types.int64, types.int64, types.float64, types.float64,
+        types.uint64, types.int64[::1],
     ),
     allocates=True,
 )  # fmt: skip
