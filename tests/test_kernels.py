@@ -124,7 +124,7 @@ def test_debug_mode_recomputes_after_accepted_moves(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "name",
-    ["count_c", "tokens_c", "tokens2_Tc", "load_BRL", "busiest_B", "argmax_BL", "peak_BS",
+    ["count_c", "tokens_c", "tokens2_Tc", "load_BRL", "busiest_B", "anchor_BL", "anchored_B", "peak_BS",
      "work_Tc", "work_BT", "top_BTk", "cost_B", "shard_G", "position_S"],
 )  # fmt: skip
 def test_the_debug_check_notices_any_wrong_number(name: str) -> None:
@@ -133,7 +133,7 @@ def test_the_debug_check_notices_any_wrong_number(name: str) -> None:
     state = instance.problem.state(instance.static, instance.cell_S)
     instance.problem.assert_exact(instance.static, state)
     changed = getattr(state, name)
-    changed.flat[0] = (changed.flat[0] + 1) % 4 if name == "argmax_BL" else changed.flat[0] + 1
+    changed.flat[0] = (changed.flat[0] + 1) % 4 if name == "anchor_BL" else changed.flat[0] + 1
     with pytest.raises(AssertionError):
         instance.problem.assert_exact(instance.static, state)
 

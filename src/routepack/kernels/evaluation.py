@@ -1,8 +1,8 @@
 """What a move costs, exactly, or a bound that is enough to reject it.
 
 Evaluation stops as soon as a lower bound passes the threshold; the result is that of a full
-evaluation: the busiest rank of every layer after a move is at least what its old busiest rank then
-carries.
+evaluation: the busiest rank of every layer after a move is at least what any rank then carries, so
+at least what the layer's anchor does.
 """
 
 from __future__ import annotations
@@ -221,8 +221,8 @@ def evaluate(static, state, x, y, i, j, total_weight, limit, early):  # type: ig
             sum_peaks(static, state, moving - null - 1, by)
     attention_x = attention_after(static, state, bx, x, i, j, np.int64(-1))
     attention_y = attention_after(static, state, by, y, j, i, np.int64(-1))
-    least_x = state.busiest_B[bx] + (state.peak_BS[bx, j] - state.peak_BS[bx, i])
-    least_y = state.busiest_B[by] + (state.peak_BS[by, i] - state.peak_BS[by, j])
+    least_x = state.anchored_B[bx] + (state.peak_BS[bx, j] - state.peak_BS[bx, i])
+    least_y = state.anchored_B[by] + (state.peak_BS[by, i] - state.peak_BS[by, j])
     cost_x = attention_x + static.expert * least_x
     cost_y = attention_y + static.expert * least_y
     if early:

@@ -81,8 +81,10 @@ class State(NamedTuple):
     tokens2_Tc: NDArray[np.int64]
     load_BRL: NDArray[Any]
     busiest_B: NDArray[np.int64]  # sum over layers of the busiest rank
-    argmax_BL: NDArray[np.int32]  # a busiest rank
-    peak_BS: NDArray[Any]  # demand of each sample on those ranks, summed over layers
+    anchor_BL: NDArray[np.int32]  # a rank of each layer that is busiest, or was until lately
+    anchored_B: NDArray[np.int64]  # load of the anchors, summed over layers: at most busiest_B
+    peak_BS: NDArray[Any]  # demand of each sample on the anchors, summed over layers
+    slack: NDArray[np.int64]  # [1] an anchor may carry so much less than the busiest rank
     work_Tc: NDArray[np.float64]
     top_BTk: NDArray[np.float64]  # the largest cells of a group, per stage
     top_cell_BTk: NDArray[np.int32]
@@ -90,9 +92,8 @@ class State(NamedTuple):
     over_B: NDArray[np.int64]  # routed tokens of busiest ranks above the limit, over layers
     cost_B: NDArray[np.float64]  # J
     shard_G: NDArray[np.float64]  # U
-    peak_L: NDArray[Any]  # scratch, as are the next two
+    peak_L: NDArray[Any]  # scratch, as is the next
     other_peak_L: NDArray[Any]
-    new_argmax_L: NDArray[np.int32]
 
 
 def static_type(load: Any) -> Any:
@@ -113,9 +114,8 @@ def state_type(load: Any) -> Any:
     fields = (
         i64[::1], i64[:, ::1], load[:, :, ::1], i32[:, ::1], i64[::1],
         i32[::1], i32[::1], i32[:, ::1], i32[::1], i64[::1], i64[:, ::1], load[:, :, ::1],
-        i64[::1], i32[:, ::1], load[:, ::1], f64[:, ::1], f64[:, :, ::1], i32[:, :, ::1],
-        f64[:, ::1], i64[::1],
-        f64[::1], f64[::1], load[::1], load[::1], i32[::1],
+        i64[::1], i32[:, ::1], i64[::1], load[:, ::1], i64[::1], f64[:, ::1], f64[:, :, ::1],
+        i32[:, :, ::1], f64[:, ::1], i64[::1], f64[::1], f64[::1], load[::1], load[::1],
     )  # fmt: skip
     return cast(Any, types.NamedTuple)(fields, State)
 
@@ -151,24 +151,63 @@ def refresh_attention(static, state, b):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def refresh_experts(static, state, b):  # type: ignore[no-untyped-def]
-    """Busiest ranks of group b, and each sample's demand on them where a busiest rank changed."""
-    load_RL, peak_L, argmax_L = state.load_BRL[b], state.peak_L, state.new_argmax_L
-    slow_R, number = static.slow_GR[static.shard_B[b]], state.peak_L.dtype.type
+def find_peaks(load_RL, slow_R, uneven, peak_L):  # type: ignore[no-untyped-def]
+    """The load of the busiest rank of every layer, ranks eight at a time as in evaluation.py."""
+    number = peak_L.dtype.type
     ranks, layers = load_RL.shape
-    for layer in range(layers):
-        peak_L[layer] = number(slow_R[0] * load_RL[0, layer])
-        argmax_L[layer] = 0
-    for r in range(1, ranks):
+    blocks = 0 if uneven else ranks - ranks % 8
+    for r in range(0, blocks, 8):
+        for layer in range(layers):
+            peak = number(0)
+            for k in range(r, r + 8):
+                peak = max(peak, load_RL[k, layer])
+            peak_L[layer] = max(peak, peak_L[layer]) if r > 0 else peak
+    for r in range(blocks, ranks):
         for layer in range(layers):
             load = number(slow_R[r] * load_RL[r, layer])
-            larger = load > peak_L[layer]
-            peak_L[layer] = load if larger else peak_L[layer]
-            argmax_L[layer] = r if larger else argmax_L[layer]
-    busiest = np.int64(0)
+            peak_L[layer] = max(load, peak_L[layer]) if r > 0 else load
+
+
+@inlined
+def refresh_experts(static, state, b):  # type: ignore[no-untyped-def]
+    """Busiest ranks of group b, and where its anchors are to follow them.
+
+    An anchor is a rank that was busiest, or nearly; it moves once it is state.slack[0] below.
+    """
+    load_RL, peak_L, anchor_L = state.load_BRL[b], state.peak_L, state.anchor_BL[b]
+    slow_R, peak_S = static.slow_GR[static.shard_B[b]], state.peak_BS[b]
+    ranks, layers = load_RL.shape
+    held_L, slack = state.other_peak_L, state.slack[0]
+    find_peaks(load_RL, slow_R, static.uneven, peak_L)
+    for layer in range(layers):
+        held_L[layer] = load_RL[anchor_L[layer], layer]
+    if static.uneven:
+        for layer in range(layers):
+            held_L[layer] *= slow_R[anchor_L[layer]]
+    busiest, anchored, moving = np.int64(0), np.int64(0), np.int64(0)
     for layer in range(layers):
         busiest += peak_L[layer]
+        anchored += held_L[layer]
+        moving += peak_L[layer] - held_L[layer] > slack
+    for layer in range(layers if moving > 0 else 0):
+        peak, held, old = peak_L[layer], held_L[layer], anchor_L[layer]
+        if peak - held <= slack:
+            continue
+        new = 0
+        while slow_R[new] * load_RL[new, layer] != peak:
+            new += 1
+        anchored += peak - held
+        anchor_L[layer] = new
+        add_S = static.placed_LRS[layer, new]
+        take_S = static.placed_LRS[layer, old]
+        if static.uneven:
+            for s in range(len(add_S)):
+                peak_S[s] += slow_R[new] * add_S[s] - slow_R[old] * take_S[s]
+        else:
+            for s in range(len(add_S)):
+                peak_S[s] += add_S[s] - take_S[s]
     state.busiest_B[b] = busiest
+    state.anchored_B[b] = anchored
     if static.limit < UNLIMITED:
         over = np.int64(0)
         for layer in range(layers):
@@ -177,19 +216,6 @@ def refresh_experts(static, state, b):  # type: ignore[no-untyped-def]
                 peak = max(peak, load_RL[r, layer])
             over += max(np.int64(0), peak - static.limit)
         state.over_B[b] = over
-    peak_S = state.peak_BS[b]
-    for layer in range(layers):
-        old, new = state.argmax_BL[b, layer], argmax_L[layer]
-        if new != old:
-            state.argmax_BL[b, layer] = new
-            add_S = static.placed_LRS[layer, new]
-            take_S = static.placed_LRS[layer, old]
-            if static.uneven:
-                for s in range(len(add_S)):
-                    peak_S[s] += slow_R[new] * add_S[s] - slow_R[old] * take_S[s]
-            else:
-                for s in range(len(add_S)):
-                    peak_S[s] += add_S[s] - take_S[s]
 
 
 @inlined
@@ -271,7 +297,8 @@ def _build(static: Static, state: State, cell_S: NDArray[np.int32]) -> None:
         put(static, state, s, cell_S[s])
         shift(static, state, static.group_c[cell_S[s]], samples, s)
     state.cell_S[samples] = -1
-    state.argmax_BL[:] = 0
+    state.anchor_BL[:] = 0
+    state.slack[0] = 0
     state.peak_BS[:] = 0
     for b in range(len(state.cost_B)):
         slow = static.slow_GR[static.shard_B[b], 0]

@@ -92,7 +92,7 @@ def bundle(static, state, k, c, s, size, tokens, bits):  # type: ignore[no-untyp
 
 @inlined
 def sum_peaks(static, state, k, b):  # type: ignore[no-untyped-def]
-    """Demand of bundle k on the busiest ranks of group b."""
+    """Demand of bundle k on the anchors of group b."""
     index = len(static.length_S) + k
     state.peak_BS[b, index] = 0
     for n in range(state.bundled_k[k]):

@@ -17,6 +17,7 @@ from routepack.kernels.units import UNIT, try_units
 # Where a sweep leaves its results.
 ENERGY, BEST, ACCEPTED, EVALUATED, RESULTS = 0, 1, 2, 3, 4
 DRAWS = 3  # random words of a proposal
+SLACK = 2.0  # of the temperature: what a bound may lose so that anchors seldom move
 
 
 def _sweep(
@@ -41,6 +42,9 @@ def _sweep(
     best = results[BEST]
     accepted, evaluated = 0, 0
     one = np.uint64(1)
+    layers = state.load_BRL.shape[2]
+    loss = SLACK * temperature / (max(static.expert, 1e-300) * layers)
+    state.slack[0] = np.int64(min(loss, 1e9))
     for n in range(proposals):
         at = counter + np.uint64(DRAWS * n)
         first, second, third = draw(key, at), draw(key, at + one), draw(key, at + one + one)
