@@ -70,12 +70,13 @@ ASKED: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "routing_groups": st.sampled_from(
         [{"routing_groups": n, "ranks_per_node": r} for n in (2, 4, 8) for r in (1, 2)]
     ),
-}
-PAIRS = [
-    (a, b)
-    for a, b in itertools.combinations(ASKED, 2)
-    if {a, b} != {"together rank", "together cell"}
-]
+    "node_of_rank": st.builds(  # ranks of a node, and how they are dealt out
+        lambda n, r, seed: {"routing_groups": n, "node_of_rank": (r, seed)},
+        st.sampled_from([2, 4, 8]), st.sampled_from([1, 2]), SEEDS,
+    ),
+}  # fmt: skip
+NEVER_BOTH = ({"together rank", "together cell"}, {"routing_groups", "node_of_rank"})
+PAIRS = [(a, b) for a, b in itertools.combinations(ASKED, 2) if {a, b} not in NEVER_BOTH]
 
 
 def requirements_for(case: Case, *fields: dict[str, Any]) -> Requirements:
@@ -86,6 +87,13 @@ def requirements_for(case: Case, *fields: dict[str, Any]) -> Requirements:
         values["memory_limit_tokens"] = max(1, int(values["memory_limit_tokens"] * routed))
     if "ranks_per_node" in values:
         values["ranks_per_node"] = min(values["ranks_per_node"], case.topology.ep)
+    if "node_of_rank" in values:
+        values.pop("ranks_per_node", None)
+        per_node, seed = values["node_of_rank"]
+        per_node = min(per_node, case.topology.ep)
+        rng = np.random.default_rng(seed)
+        names = rng.choice(100, case.topology.ep // per_node, replace=False)
+        values["node_of_rank"] = rng.permutation(np.repeat(names, per_node)).tolist()
     return Requirements(**values)
 
 
@@ -129,10 +137,13 @@ def broken(
                         load[placement[layer][e] // per] += int(window.demand_SLE[i, layer, e])
                 if limit is not None and max(load) > limit:
                     names.add("memory_limit_tokens")
-    if requirements.routing_groups is not None and requirements.ranks_per_node is not None:
+    if requirements.routing_groups is not None:
         size = window.experts // requirements.routing_groups
         for slots in placement:
-            nodes = [slot // per // requirements.ranks_per_node for slot in slots]
+            if requirements.node_of_rank is not None:
+                nodes = [requirements.node_of_rank[slot // per] for slot in slots]
+            else:
+                nodes = [slot // per // (requirements.ranks_per_node or 1) for slot in slots]
             if any(len(set(nodes[k : k + size])) > 1 for k in range(0, len(nodes), size)):
                 names.add("routing_groups")
     return names

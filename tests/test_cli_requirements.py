@@ -58,6 +58,10 @@ FLAGS: list[tuple[Sequence[str], Requirements]] = [
         ("--routing-groups", "2", "--ranks-per-node", "1"),
         Requirements(routing_groups=2, ranks_per_node=1),
     ),
+    (
+        ("--routing-groups", "2", "--node-of-rank", "4,0"),
+        Requirements(routing_groups=2, node_of_rank=(4, 0)),
+    ),
 ]
 
 
@@ -164,8 +168,26 @@ BAD: list[tuple[str, Sequence[str], str]] = [
         "--memory-limit-tokens = 'many': expected a whole number",
     ),
     ("g", ("--together", "node"), "together = 'node': expected 'rank' or 'cell'"),
-    ("w", ("--routing-groups", "2"), "routing_groups: expected together with ranks_per_node"),
-    ("w", ("--ranks-per-node", "1"), "routing_groups: expected together with ranks_per_node"),
+    (
+        "w",
+        ("--routing-groups", "2"),
+        "routing_groups: expected together with ranks_per_node or node_of_rank",
+    ),
+    (
+        "w",
+        ("--ranks-per-node", "1"),
+        "routing_groups: expected together with ranks_per_node or node_of_rank",
+    ),
+    (
+        "w",
+        ("--node-of-rank", "0;1"),
+        "--node-of-rank = '0;1': expected whole numbers as in 0,1,0,1",
+    ),
+    (
+        "w",
+        ("--routing-groups", "2", "--node-of-rank", "0,-1"),
+        f"node_of_rank[1] = -1: expected a whole number in 0..{LARGEST}",
+    ),
     # the window or the sizes
     (
         "w",

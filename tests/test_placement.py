@@ -8,21 +8,25 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from routepack.budget import Budget, Meter, Phase
 from routepack.cost import DEFAULT
+from routepack.errors import InfeasibleError
 from routepack.kernels.layout import UNLIMITED
 from routepack.kernels.placing import longest_first, swap_descent
 from routepack.kernels.rowaware import anneal_layers, group_demand
 from routepack.placement import (
+    Nodes,
     balanced_placement,
     balanced_ranks,
     identity,
     ranks_of,
     relabel,
+    require_whole,
     row_aware_placement,
 )
 from routepack.plan import validate_placement
@@ -192,6 +196,67 @@ def test_balanced_placement_is_the_balance_relabelled(
     ):
         assert sorted(loads(demand_E, part_E, ranks)) == sorted(loads(demand_E, rank_E, ranks))
     assert balanced_placement(demand_LE, ranks, slots_LE).tolist() == slots_LE.tolist()
+
+
+# Nodes
+
+MAPS = [(0, 0, 1, 1), (0, 1, 0, 1), (5, 2, 2, 5), (1, 1, 0, 0), (3, 3, 3, 3), (3, 0, 2, 1)]
+
+
+def test_seats_by_hand() -> None:
+    """Nodes 5 (ranks 0 and 3) and 2 (ranks 1 and 2), in the order of their first ranks."""
+    nodes = Nodes(2, (5, 2, 2, 5))
+    assert nodes.ranks == 2
+    assert nodes.rank_R.tolist() == [0, 3, 1, 2]
+    assert nodes.seat_R.tolist() == [0, 2, 3, 1]
+
+
+def test_nodes_by_hand() -> None:
+    """Four experts in two groups on ranks 0, 2 of a node and 1, 3 of the other. Identity splits the
+    groups; where expert 1 is on rank 2 and 2 on rank 1 they are whole, and none need move."""
+    nodes, demand_LE = Nodes(2, (0, 1, 0, 1)), np.array([[4, 3, 2, 1]])
+    rank_LE = balanced_ranks(demand_LE, 4, nodes=nodes)
+    assert {frozenset(rank_LE[0, :2].tolist()), frozenset(rank_LE[0, 2:].tolist())} == {
+        frozenset({0, 2}), frozenset({1, 3})
+    }  # fmt: skip
+    whole_LE = np.array([[0, 2, 1, 3]], np.int32)
+    require_whole(whole_LE, 4, nodes)
+    assert relabel(rank_LE, 4, whole_LE, nodes).tolist() == whole_LE.tolist()
+    with pytest.raises(InfeasibleError):
+        require_whole(identity(1, 4), 4, nodes)
+
+
+@given(demands([(8, 4)]), st.sampled_from(MAPS), st.integers(0, 1), st.data())
+def test_routing_groups_stay_whole_on_any_nodes(
+    case: tuple[NDArray[np.int64], int], node_of_rank: tuple[int, ...], fine: int, data: Any
+) -> None:
+    """Balanced, made aware of rows and named anew, each group is on one node; of all namings that
+    keep nodes whole, the one chosen leaves most experts where they are."""
+    demand_LE, ranks = case
+    nodes = Nodes((4, 8)[fine], node_of_rank)
+    layers, experts = demand_LE.shape
+    current_LE = data.draw(placements(layers, experts))
+    rank_LE = balanced_ranks(demand_LE, ranks, nodes=nodes)
+    phase = Phase(Meter(Budget(evaluations=200), time.perf_counter()), 1.0)
+    with ThreadPoolExecutor(1) as pool:
+        demand_BLE = np.stack([demand_LE, demand_LE[:, ::-1]]).astype(np.int32)
+        rank_LE = row_aware_placement(demand_BLE, rank_LE, ranks, phase, (1,), pool, nodes=nodes)
+    slots_LE = relabel(rank_LE, ranks, current_LE, nodes)
+    validate_placement("placement", slots_LE, layers, experts)
+    require_whole(slots_LE, ranks, nodes)
+    old_LE, new_LE, node_R = ranks_of(current_LE, ranks), ranks_of(slots_LE, ranks), node_of_rank
+    allowed = [
+        names
+        for names in itertools.permutations(range(ranks))
+        if len({(node_R[r], node_R[names[r]]) for r in range(ranks)}) == len(set(node_R))
+    ]
+    for layer in range(layers):
+        groups = new_LE[layer].reshape(nodes.groups, -1).tolist()
+        assert all(len({node_R[r] for r in group}) == 1 for group in groups)
+        stayed = int((new_LE[layer] == old_LE[layer]).sum())
+        assert stayed == max(
+            int((np.array(names)[rank_LE[layer]] == old_LE[layer]).sum()) for names in allowed
+        )
 
 
 # Row-aware placement

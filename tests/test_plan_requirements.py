@@ -39,6 +39,8 @@ EVERY = Requirements(
     ranks_per_node=4,
 )
 
+MAPPED = Requirements(routing_groups=2, node_of_rank=(4, 0))
+
 
 def with_requirements(requirements: Requirements) -> Plan:
     return msgspec.structs.replace(PLAN, requirements=requirements)
@@ -69,6 +71,9 @@ def test_only_what_is_required_is_written() -> None:
         "uniform_rows": True,
     }
 
+    fields = json.loads(with_requirements(MAPPED).to_bytes())["requirements"]
+    assert fields == {"node_of_rank": [4, 0], "routing_groups": 2}
+
 
 COUNTS = st.integers(1, LARGEST)
 
@@ -83,6 +88,7 @@ COUNTS = st.integers(1, LARGEST)
         uniform_rows=st.booleans(),
         memory_limit_tokens=st.none() | COUNTS,
     )
+    | st.just(MAPPED)
 )
 def test_requirements_are_read_as_written(requirements: Requirements) -> None:
     """A round trip keeps them all, and its bytes are the same again."""
@@ -97,9 +103,14 @@ def test_numbers_of_numpy_are_written_as_numbers() -> None:
     counted: dict[str, Any] = {
         "max_samples_per_cell": np.int64(2),
         "uniform_rows": np.bool_(True),
+        "routing_groups": 2,
+        "node_of_rank": np.array([4, 0]),
     }
+    plain = Requirements(
+        max_samples_per_cell=2, uniform_rows=True, routing_groups=2, node_of_rank=(4, 0)
+    )
     assert Plan.from_bytes(with_requirements(Requirements(**counted)).to_bytes()) == (
-        with_requirements(Requirements(max_samples_per_cell=2, uniform_rows=True))
+        with_requirements(plain)
     )
 
 
@@ -131,7 +142,8 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "groups without nodes": (
         {"routing_groups": 4},
-        "routing_groups: expected together with ranks_per_node - at `$.requirements`",
+        "routing_groups: expected together with ranks_per_node or node_of_rank - at "
+        "`$.requirements`",
     ),
 }
 

@@ -164,6 +164,13 @@ def test_a_routing_group_on_two_nodes_is_named() -> None:
         "routing_groups",
     ]
     assert broken(routing_groups=2, ranks_per_node=2, placement_LE=mixed_LE) == []
+    mapped: dict[str, Any] = dict(routing_groups=2, node_of_rank=(8, 3))
+    assert broken(**mapped) == []
+    assert broken(**mapped, placement_LE=mixed_LE)[0] == (
+        "placement[1] = experts of routing group 0 on nodes [3, 8]: expected one node, "
+        "routing_groups"
+    )
+    assert broken(routing_groups=2, node_of_rank=(3, 3), placement_LE=mixed_LE) == []
 
 
 IMPOSSIBLE: dict[str, tuple[Requirements, dict[str, Any], str]] = {
@@ -181,6 +188,11 @@ IMPOSSIBLE: dict[str, tuple[Requirements, dict[str, Any], str]] = {
         Requirements(routing_groups=2, ranks_per_node=3),
         {},
         "requirements: ranks_per_node = 3: expected a divisor of the 2 EP ranks",
+    ),
+    "nodes of other ranks": (
+        Requirements(routing_groups=2, node_of_rank=(0,)),
+        {},
+        "requirements: nodes in node_of_rank = 1: expected one for each of the 2 EP ranks",
     ),
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -98,10 +99,36 @@ def test_pairs_can_be_had(first: str, second: str, method: str) -> None:
         "uniform_rows": {"uniform_rows": True},
         "memory_limit_tokens": {"memory_limit_tokens": 110},
         "routing_groups": {"routing_groups": 4, "ranks_per_node": 2},
+        "node_of_rank": {"routing_groups": 4, "node_of_rank": [7, 0, 7, 0]},
     }
     required = Requirements(**asked[first], **asked[second])
     found = planned(EVEN, required, method=method)
     assert isinstance(found, Plan), found
+
+
+@given(cases(), st.sampled_from(METHODS), st.booleans(), st.sampled_from([1, 2]), st.data())
+@settings(max_examples=20)
+def test_consecutive_nodes_may_be_told_either_way(
+    case: Case, method: str, fixed: bool, per_node: int, data: st.DataObject
+) -> None:
+    """A map of consecutive ranks gives, at equal evaluations, the plan that ranks_per_node gives,
+    byte for byte but for what is said to be required; whatever the nodes are called."""
+    groups, ranks = data.draw(st.sampled_from([2, 4, 8])), case.topology.ep
+    per_node = min(per_node, ranks)
+    names = data.draw(st.permutations(range(ranks // per_node)))
+    options: dict[str, Any] = {"method": method, "fixed_placement": fixed}
+    counted = planned(case, Requirements(routing_groups=groups, ranks_per_node=per_node), **options)
+    node_of_rank = tuple(names[rank // per_node] for rank in range(ranks))
+    mapped = planned(
+        case, Requirements(routing_groups=groups, node_of_rank=node_of_rank), **options
+    )
+    if isinstance(counted, InfeasibleError):
+        assert isinstance(mapped, InfeasibleError)
+        assert method in ("baseline", "kk") or fixed or str(mapped) == str(counted)
+        return
+    assert isinstance(mapped, Plan)
+    same = msgspec.structs.replace(mapped, requirements=counted.requirements)
+    assert same.to_bytes() == counted.to_bytes()
 
 
 def test_everything_at_once_can_be_had() -> None:
@@ -244,6 +271,14 @@ REFUSED: dict[str, tuple[Window, dict[str, Any], int, dict[str, Any], str]] = {
         uniform(4), {"routing_groups": 2, "ranks_per_node": 3}, 8, {},
         "ranks_per_node = 3: expected a divisor of the 2 EP ranks",
     ),
+    "nodes of other ranks": (
+        uniform(4), {"routing_groups": 2, "node_of_rank": [0, 0, 1, 1]}, 8, {},
+        "nodes in node_of_rank = 4: expected one for each of the 2 EP ranks",
+    ),
+    "fewer groups than mapped nodes": (
+        uniform(4), {"routing_groups": 1, "node_of_rank": [4, 2]}, 8, {},
+        "routing_groups = 1: expected a multiple of the 2 nodes, so that each holds whole groups",
+    ),
     "groups that do not divide": (
         uniform(4), {"routing_groups": 4, "ranks_per_node": 1}, 8, {},
         "routing_groups = 4: expected a divisor of the 2 experts",
@@ -266,7 +301,9 @@ def test_what_cannot_be_had_is_told(case: str, method: str) -> None:
             budget=BUDGET, threads=1, **options,
         )  # fmt: skip
     assert str(error.value) == message
-    needs_input = message.startswith(("group:", "tag:", "ranks_per_node", "routing_groups = 4"))
+    needs_input = message.startswith(
+        ("group:", "tag:", "ranks_per_node", "nodes in", "routing_groups = 4")
+    )
     assert isinstance(error.value, InfeasibleError) != needs_input
 
 
@@ -301,6 +338,20 @@ def test_a_fixed_placement_must_keep_routing_groups_whole() -> None:
     )
 
 
+def test_a_fixed_placement_is_held_to_a_map_of_nodes() -> None:
+    """Experts 0 and 1 on rank 0, 2 and 3 on rank 1: groups of two are whole on any node, groups of
+    four only where ranks 0 and 1, and 2 and 3, share one; else the first is on nodes 7 and 9."""
+    options: dict[str, Any] = {"method": "baseline"}
+    for groups, node_of_rank in ((4, (9, 7, 9, 7)), (2, (9, 9, 7, 7))):
+        whole = Requirements(routing_groups=groups, node_of_rank=node_of_rank)
+        assert isinstance(planned(EVEN, whole, **options), Plan)
+    split = Requirements(routing_groups=2, node_of_rank=(9, 7, 9, 7))
+    assert str(planned(EVEN, split, **options)) == (
+        "nodes of routing group[0, 0] = [7, 9]: expected one, for routing_groups, and the "
+        "placement is fixed"
+    )
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "word": (
         {"together": "node"}, "together = 'node': expected 'rank' or 'cell'",
@@ -328,10 +379,40 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"uniform_rows": 1}, "uniform_rows = 1: expected true or false",
     ),
     "groups alone": (
-        {"routing_groups": 2}, "routing_groups: expected together with ranks_per_node",
+        {"routing_groups": 2},
+        "routing_groups: expected together with ranks_per_node or node_of_rank",
     ),
     "nodes alone": (
-        {"ranks_per_node": 2}, "routing_groups: expected together with ranks_per_node",
+        {"ranks_per_node": 2},
+        "routing_groups: expected together with ranks_per_node or node_of_rank",
+    ),
+    "map alone": (
+        {"node_of_rank": [0, 1]},
+        "routing_groups: expected together with ranks_per_node or node_of_rank",
+    ),
+    "nodes twice": (
+        {"routing_groups": 2, "ranks_per_node": 2, "node_of_rank": [0, 0]},
+        "ranks_per_node, node_of_rank: expected one of the two, both are given",
+    ),
+    "nodes of two sizes": (
+        {"routing_groups": 2, "node_of_rank": [5, 3, 5]},
+        "ranks of node[3] = 1: expected 2 as in node 5, node_of_rank has nodes of one size",
+    ),
+    "no node": (
+        {"routing_groups": 2, "node_of_rank": []},
+        "node_of_rank = []: expected the node of each EP rank",
+    ),
+    "a text of nodes": (
+        {"routing_groups": 2, "node_of_rank": "01"},
+        "node_of_rank = '01': expected the node of each EP rank",
+    ),
+    "a node below 0": (
+        {"routing_groups": 2, "node_of_rank": [0, -1]},
+        "node_of_rank[1] = -1: expected a whole number in 0..2147483647",
+    ),
+    "half a node": (
+        {"routing_groups": 2, "node_of_rank": (0.5, 1)},
+        "node_of_rank[0] = 0.5: expected a whole number in 0..2147483647",
     ),
 }  # fmt: skip
 
@@ -389,6 +470,9 @@ NOTHING: dict[str, Callable[[Case, Plan], tuple[Case, Requirements]]] = {
     ),
     "one node": lambda case, free: (
         case, Requirements(routing_groups=1, ranks_per_node=case.topology.ep)
+    ),
+    "one mapped node": lambda case, free: (
+        case, Requirements(routing_groups=1, node_of_rank=(3,) * case.topology.ep)
     ),
     "room for all routed tokens": lambda case, free: (
         case, Requirements(memory_limit_tokens=all_routed(case))

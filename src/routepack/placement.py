@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +20,33 @@ from routepack.kernels.rowaware import anneal_layers
 from routepack.parallel import over_slices
 
 
-class Nodes(NamedTuple):
-    """Routing groups of consecutive experts that stay whole on a node of consecutive EP ranks."""
+@dataclass(frozen=True)
+class Nodes:
+    """Routing groups of consecutive experts that stay whole on a node of EP ranks.
+
+    What is searched sees *seats*: the ranks node by node, so that nodes are consecutive.
+    """
 
     groups: int
-    ranks: int
-    """Of a node."""
+    node_of_rank: tuple[int, ...]
+    """Of each EP rank [R]; nodes of equal size, by any names."""
+
+    @cached_property
+    def ranks(self) -> int:
+        """Of a node."""
+        return len(self.node_of_rank) // len(set(self.node_of_rank))
+
+    @cached_property
+    def rank_R(self) -> NDArray[np.int32]:
+        """The rank in each seat: nodes by their first rank, ascending ranks of a node."""
+        first = {node: rank for rank, node in reversed(list(enumerate(self.node_of_rank)))}
+        first_R = [first[node] for node in self.node_of_rank]
+        return np.argsort(first_R, kind="stable").astype(np.int32)
+
+    @cached_property
+    def seat_R(self) -> NDArray[np.int32]:
+        """The seat of each rank."""
+        return np.argsort(self.rank_R).astype(np.int32)
 
 
 PLACEMENT_START = 0.2  # starting temperature, in mean excesses of a busiest rank over the mean
@@ -79,7 +102,7 @@ def _balanced_on_nodes(
             np.take_along_axis(demand_LE, held_LE, axis=1), nodes.ranks, threads
         )
         np.put_along_axis(rank_LE, held_LE, inside_LE + np.int32(node * nodes.ranks), axis=1)
-    return rank_LE
+    return nodes.rank_R[rank_LE]
 
 
 def row_aware_placement(
@@ -102,15 +125,17 @@ def row_aware_placement(
     """
     layers = len(rank_LE)
     demand_LEB = np.ascontiguousarray(demand_BLE.transpose(1, 2, 0))
-    rank_LE = rank_LE.copy()
+    seat_LE = rank_LE.copy() if nodes is None else nodes.seat_R[rank_LE]
     per_node = nodes.ranks if nodes is not None else ranks
     if per_node == 1:
-        return rank_LE
+        return rank_LE.copy()
     uneven = slow_RB is not None
     if slow_RB is None:
         slow_RB = np.ones((ranks, len(demand_BLE)), np.int64)
     elif limit < UNLIMITED:
         limit *= int(slow_RB.max())
+    if nodes is not None:
+        slow_RB = slow_RB[nodes.rank_R]
     slow_RB = np.ascontiguousarray(slow_RB, demand_LEB.dtype)
     busiest_L = np.zeros(layers, np.int64)
     wave = 0
@@ -120,14 +145,14 @@ def row_aware_placement(
 
         def refine(layer: int, key: np.uint64 = key, proposals: int = proposals) -> None:
             anneal_layers(
-                demand_LEB, ranks, per_node, limit, uneven, slow_RB, rank_LE, layer, layer + 1,
+                demand_LEB, ranks, per_node, limit, uneven, slow_RB, seat_LE, layer, layer + 1,
                 proposals, PLACEMENT_START, PLACEMENT_COOLING, key, busiest_L,
             )  # fmt: skip
 
         list(pool.map(refine, range(layers)))
         phase.spend(proposals * layers)
         wave += 1
-    return rank_LE
+    return seat_LE if nodes is None else nodes.rank_R[seat_LE]
 
 
 def relabel(
@@ -146,14 +171,18 @@ def relabel(
     """
     experts = rank_LE.shape[1]
     per_rank = experts // ranks
-    per_node = nodes.ranks if nodes is not None else ranks
     current_rank_LE = ranks_of(current_LE, ranks)
     new_rank_LE = np.empty_like(rank_LE)
     for layer, (part_E, current_E) in enumerate(zip(rank_LE, current_rank_LE, strict=True)):
         stay_RR = np.bincount(part_E * ranks + current_E, minlength=ranks * ranks)
-        name_R = np.arange(ranks)
-        if alike:
-            name_R = _names_R(stay_RR.reshape(ranks, ranks), per_node)
+        stay_RR = stay_RR.reshape(ranks, ranks)
+        if not alike:
+            name_R = np.arange(ranks)
+        elif nodes is None:
+            name_R = _names_R(stay_RR, ranks)
+        else:
+            seated_RR = stay_RR[np.ix_(nodes.rank_R, nodes.rank_R)]
+            name_R = nodes.rank_R[_names_R(seated_RR, nodes.ranks)][nodes.seat_R]
         new_rank_LE[layer] = name_R[part_E]
     # Stable sorts pair, rank by rank, the experts that move in with the slots that are left free.
     stays_LE = new_rank_LE == current_rank_LE
@@ -169,7 +198,8 @@ def relabel(
 def require_whole(placement_LE: NDArray[np.int32], ranks: int, nodes: Nodes) -> None:
     """A given placement keeps routing groups on their node. Raises InfeasibleError."""
     layers = len(placement_LE)
-    node_LPi = (ranks_of(placement_LE, ranks) // nodes.ranks).reshape(layers, nodes.groups, -1)
+    node_LE = np.array(nodes.node_of_rank)[ranks_of(placement_LE, ranks)]
+    node_LPi = node_LE.reshape(layers, nodes.groups, -1)
     split_LP = np.ptp(node_LPi, axis=2) > 0
     if split_LP.any():
         layer, group = (int(k) for k in np.argwhere(split_LP)[0])

@@ -89,9 +89,9 @@ class Problem:
     def nodes(self) -> Nodes | None:
         """Where routing groups must stay whole."""
         required = self.requirements
-        if required.routing_groups is None or required.ranks_per_node is None:
+        if required.routing_groups is None:
             return None
-        return Nodes(required.routing_groups, required.ranks_per_node)
+        return Nodes(required.routing_groups, required.nodes_of(self.topology.ep))
 
     @property
     def cells(self) -> int:

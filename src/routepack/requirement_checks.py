@@ -125,13 +125,13 @@ def _split_groups(
 ) -> Iterator[str]:
     """Groups of consecutive experts whose ranks lie on several nodes."""
     assert requirements.routing_groups is not None
-    assert requirements.ranks_per_node is not None
+    node_of_rank = requirements.nodes_of(ranks)
     layers, experts = placement_LE.shape
     size = experts // requirements.routing_groups
     for layer in range(layers):
         for group in range(requirements.routing_groups):
             ranks_of = placement_LE[layer, group * size : (group + 1) * size] // (experts // ranks)
-            nodes = sorted({int(r) // requirements.ranks_per_node for r in ranks_of})
+            nodes = sorted({node_of_rank[r] for r in ranks_of})
             if len(nodes) > 1:
                 found = f"placement[{layer}] = experts of routing group {group} on nodes {nodes}"
                 yield f"{found}: expected one node, routing_groups"

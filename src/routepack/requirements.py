@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -30,6 +31,8 @@ class Requirements(
     routing_groups          experts are routed in this many groups of consecutive ids; each group
                             stays on one node (DeepSeek's and Ling's group-limited routing)
     ranks_per_node          EP ranks of a node, consecutive; used with routing_groups
+    node_of_rank            instead of ranks_per_node, the node of each EP rank [R], where those of
+                            a node are not consecutive: nodes of equal size, by any whole numbers
 
     Raises InputError for a value out of range.
     """
@@ -42,6 +45,7 @@ class Requirements(
     memory_limit_tokens: int | None = None
     routing_groups: int | None = None
     ranks_per_node: int | None = None
+    node_of_rank: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("equal_samples_per_rank", "uniform_rows"):
@@ -62,8 +66,17 @@ class Requirements(
             msgspec.structs.force_setattr(self, name, int(value))
         if self.together is not None and self.together not in TOGETHER:
             raise InputError.at("together", repr(self.together), "'rank' or 'cell'")
-        if (self.routing_groups is None) != (self.ranks_per_node is None):
-            raise InputError("routing_groups: expected together with ranks_per_node")
+        if self.node_of_rank is not None:
+            msgspec.structs.force_setattr(self, "node_of_rank", _node_map(self.node_of_rank))
+        if self.ranks_per_node is not None and self.node_of_rank is not None:
+            raise InputError(
+                "ranks_per_node, node_of_rank: expected one of the two, both are given"
+            )
+        free = self.ranks_per_node is None and self.node_of_rank is None
+        if (self.routing_groups is None) != free:
+            raise InputError(
+                "routing_groups: expected together with ranks_per_node or node_of_rank"
+            )
 
     @property
     def vacuous(self) -> bool:
@@ -76,6 +89,13 @@ class Requirements(
         for name in self.__struct_fields__:
             if getattr(self, name) != getattr(off, name):
                 yield name, getattr(self, name)
+
+    def nodes_of(self, ranks: int) -> tuple[int, ...]:
+        """The node of each of `ranks` EP ranks, with routing_groups."""
+        if self.node_of_rank is not None:
+            return self.node_of_rank
+        assert self.ranks_per_node is not None
+        return tuple(rank // self.ranks_per_node for rank in range(ranks))
 
     def check(self, window: Window, topology: Topology) -> None:
         """What can be told from sizes alone. Raises InputError or InfeasibleError."""
@@ -121,23 +141,44 @@ class Requirements(
                 free["together"] = None
         if self.uniform_rows and window.tag_S is not None and len(np.unique(window.tag_S)) == 1:
             free["uniform_rows"] = False
-        if self.ranks_per_node == topology.ep:
-            free["routing_groups"] = free["ranks_per_node"] = None
+        if self.routing_groups is not None and len(set(self.nodes_of(topology.ep))) == 1:
+            free["routing_groups"] = free["ranks_per_node"] = free["node_of_rank"] = None
         return msgspec.structs.replace(self, **free)
 
     def _check_nodes(self, window: Window, topology: Topology) -> None:
         assert self.routing_groups is not None
-        assert self.ranks_per_node is not None
-        if topology.ep % self.ranks_per_node:
+        if self.node_of_rank is not None and len(self.node_of_rank) != topology.ep:
+            expected = f"one for each of the {topology.ep} EP ranks"
+            raise InputError.at("nodes in node_of_rank", len(self.node_of_rank), expected)
+        if self.ranks_per_node is not None and topology.ep % self.ranks_per_node:
             expected = f"a divisor of the {topology.ep} EP ranks"
             raise InputError.at("ranks_per_node", self.ranks_per_node, expected)
         if window.experts % self.routing_groups:
             expected = f"a divisor of the {window.experts} experts"
             raise InputError.at("routing_groups", self.routing_groups, expected)
-        nodes = topology.ep // self.ranks_per_node
+        nodes = len(set(self.nodes_of(topology.ep)))
         if self.routing_groups % nodes:
             expected = f"a multiple of the {nodes} nodes, so that each holds whole groups"
             raise InfeasibleError.at("routing_groups", self.routing_groups, expected)
+
+
+def _node_map(node_of_rank: Sequence[int]) -> tuple[int, ...]:
+    """Whole numbers, each as often as the others. Raises InputError."""
+    listed = isinstance(node_of_rank, (Sequence, np.ndarray)) and not isinstance(node_of_rank, str)
+    if not listed or len(node_of_rank) == 0:
+        raise InputError.at("node_of_rank", repr(node_of_rank), "the node of each EP rank")
+    for rank, node in enumerate(node_of_rank):
+        integer = isinstance(node, (int, np.integer)) and not isinstance(node, bool)
+        if not integer or not 0 <= node <= LARGEST:
+            expected = f"a whole number in 0..{LARGEST}"
+            raise InputError.at("node_of_rank", repr(node), expected, rank)
+    nodes = tuple(int(node) for node in node_of_rank)
+    counts = Counter(nodes)
+    for node in counts:
+        if counts[node] != counts[nodes[0]]:
+            equal = f"{counts[nodes[0]]} as in node {nodes[0]}, node_of_rank has nodes of one size"
+            raise InputError.at("ranks of node", counts[node], equal, node)
+    return nodes
 
 
 NONE = Requirements()

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from routepack.errors import InputError
+
 LARGEST = 2**63 - 1  # of any count in the library
 
 
@@ -76,3 +78,21 @@ RoutingGroups = Annotated[
     int | None, whole("Groups of experts that the router is limited to: each stays on one node.")
 ]
 RanksPerNode = Annotated[int | None, whole("EP ranks of a node, with --routing-groups.")]
+NodeOfRank = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NODES",
+        help="Instead, where those are not consecutive: the node of each EP rank, as 0,1,0,1.",
+    ),
+]
+
+
+def node_map(text: str | None) -> tuple[int, ...] | None:
+    """`0,1,0,1` as numbers. Raises InputError."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(node) for node in text.split(","))
+    except ValueError:
+        expected = "whole numbers as in 0,1,0,1"
+        raise InputError.at("--node-of-rank", repr(text), expected) from None

@@ -20,6 +20,7 @@ from routepack.cli.options import (
     EqualSamples,
     MaxSamples,
     MemoryLimit,
+    NodeOfRank,
     RanksPerNode,
     RoutingGroups,
     RowsMultiple,
@@ -27,6 +28,7 @@ from routepack.cli.options import (
     TokenCap,
     TopologyFile,
     UniformRows,
+    node_map,
     number,
     whole,
 )
@@ -99,6 +101,7 @@ def plan(
     memory_limit_tokens: MemoryLimit = None,
     routing_groups: RoutingGroups = None,
     ranks_per_node: RanksPerNode = None,
+    node_of_rank: NodeOfRank = None,
     pad_multiple: PadMultiple = None,
     pad_cp: PadCp = None,
     pad_tp: PadTp = None,
@@ -134,6 +137,7 @@ def plan(
         memory_limit_tokens=memory_limit_tokens,
         routing_groups=routing_groups,
         ranks_per_node=ranks_per_node,
+        node_of_rank=node_map(node_of_rank),
     )
     layers = read_layers(layers_per_stage)
     if layers is not None and batch.asked:
