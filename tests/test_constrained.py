@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,6 +22,7 @@ from routepack.kernels.inserting import insert, repair
 from routepack.placement import identity
 from routepack.problem import Problem
 from routepack.rules import Rules
+from routepack.verify import verify
 from strategies import SEEDS, random_window
 
 ASKED: tuple[dict[str, Any], ...] = (
@@ -190,6 +194,101 @@ def test_bounds_by_hand() -> None:
         eights, 8, 2, uniform_rows=True, max_samples_per_cell=1, rows_multiple_of=3, tag_S=tags
     )
     assert both == (6, "tag by tag: samples per cell and volume, to a multiple of 3")
+
+
+def test_bounds_of_groups_on_a_rank_by_hand() -> None:
+    """Two ranks. Of eight samples of 4 tokens, cap 8, six in one group take three rows of its rank;
+    five of a cap of 10 take three, though their volume is two. Three groups of 20 tokens, of which
+    each would fit two rows of 16: two of them on a rank need 40 tokens, three rows. With one sample
+    a cell, a group of five takes five rows. Tags count for themselves: 3 + 1 rows."""
+    apart = "groups on a rank"
+    groups = [0] * 6 + [1] * 2
+    assert bound_of([4] * 8, 8, 2, together="rank", group_S=groups) == (3, apart)
+    assert bound_of([4] * 6, 10, 2, together="rank", group_S=[0] * 5 + [1]) == (3, apart)
+    assert bound_of([4] * 15, 16, 2, together="rank", group_S=[0, 1, 2] * 5) == (3, apart)
+    one = {"max_samples_per_cell": 1, "group_S": [0] * 5 + [1]}
+    assert bound_of([1] * 6, 10, 2, together="rank", **one) == (5, apart)
+    tags: dict[str, Any] = {"uniform_rows": True, "tag_S": [0] * 8 + [1] * 2}
+    groups = [0] * 6 + [1, 1, 0, 1]
+    assert bound_of([4] * 10, 8, 2, together="rank", group_S=groups, **tags) == (
+        4, f"tag by tag: {apart} and volume"
+    )  # fmt: skip
+    assert bound_of([4] * 8, 8, 2, together="rank", group_S=[0, 1] * 4) == (2, "volume")
+
+
+@functools.cache
+def fewest_cells(lengths: tuple[int, ...], cap: int, most: int) -> int:
+    """The fewest cells of the cap, and of at most so many samples, that hold all: by trying."""
+    if not lengths:
+        return 0
+    first, rest = lengths[0], lengths[1:]
+    return 1 + min(
+        fewest_cells(tuple(n for k, n in enumerate(rest) if k not in beside), cap, most)
+        for count in range(min(most, len(lengths)))
+        for beside in itertools.combinations(range(len(rest)), count)
+        if first + sum(rest[k] for k in beside) <= cap
+    )
+
+
+def fewest_rows_of_groups(case: Any) -> int | None:
+    """The fewest rows of groups on ranks, none of whose cells is empty; None: there are none."""
+    lengths_S, group_S, cap, dp, most = case
+    fewest = None
+    for rank_U in itertools.product(range(dp), repeat=max(group_S) + 1):
+        own = [
+            tuple(n for n, u in zip(lengths_S, group_S, strict=True) if rank_U[u] == d)
+            for d in range(dp)
+        ]
+        rows = max(fewest_cells(some, cap, most) for some in own)
+        if rows <= min(map(len, own)) and (fewest is None or rows < fewest):
+            fewest = rows
+    return fewest
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=6),
+    st.integers(12, 20), st.integers(1, 3), st.sampled_from([2, 9]),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_the_bound_of_groups_on_a_rank_is_never_above_the_fewest_rows(
+    samples: list[tuple[int, int]], cap: int, dp: int, most: int
+) -> None:
+    """Of all ways to deal groups out to ranks and to fill the cells of each; and it is at least the
+    tokens and the samples of the largest group."""
+    lengths_S, names_S = [n for n, _ in samples], [u for _, u in samples]
+    group_S = np.unique(names_S, return_inverse=True)[1].tolist()
+    true = fewest_rows_of_groups((lengths_S, group_S, cap, dp, most))
+    try:
+        lower, _ = bound_of(
+            lengths_S, cap, dp, together="rank", max_samples_per_cell=most, group_S=group_S
+        )
+    except InfeasibleError:
+        assert true is None
+        return
+    if true is not None:
+        assert lower <= true
+    assert lower >= -(-int(np.bincount(group_S, weights=lengths_S).max()) // cap)
+    assert lower >= -(-int(np.bincount(group_S).max()) // most)
+
+
+def test_the_bound_of_groups_on_a_rank_is_verified() -> None:
+    """A plan whose rows only that bound certifies holds, and says so; a bound above it does not."""
+    lengths_S, group_S = [4] * 15, [0, 1, 2] * 5
+    window = random_window(np.random.default_rng(0), lengths_S, 1, 2, 1, group_S=group_S)
+    case = Case(window, Topology.of(dp=2, ep=1, edp=1), 16)
+    found = planned(case, Requirements(together="rank"), Budget(evaluations=0))
+    assert isinstance(found, Plan)
+    certificate = found.certificate
+    assert (len(found.rows), certificate.rows_lower_bound, certificate.rows_certified) == (
+        3,
+        3,
+        True,
+    )
+    assert certificate.rows_method == "groups on a rank"
+    more = msgspec.structs.replace(certificate, rows_lower_bound=4, rows_certified=False)
+    assert verify(window, msgspec.structs.replace(found, certificate=more))[-1] == (
+        "certificate.rows_lower_bound = 4: expected at most 3, which is what can be proven"
+    )
 
 
 def test_spare_rows_go_where_rows_are_fullest() -> None:

@@ -12,14 +12,16 @@ from routepack.errors import InfeasibleError
 from routepack.kernels.inserting import insert, repair
 from routepack.kernels.rng import stream_key
 from routepack.requirements import Requirements
-from routepack.rows import Rows, minimal_rows, split_to
-from routepack.rules import Rules, tag_index_S
+from routepack.row_bounds import dual_feasible_bound, l2_bound
+from routepack.rows import Rows, ffd_bins, minimal_rows, split_to
+from routepack.rules import Rules, tag_index_S, unit_index_S
 from routepack.topology import Topology
 from routepack.window import Window
 
 ATTEMPTS = 6  # at a layout, with orders that differ more and more
 NOISE = 0.05  # of the logarithm of a sample's weight in the order, per attempt
 REPAIR_STEPS = 400_000
+GROUP_STEPS = 40_000  # of repacking a group: there may be many, and bounds are found without
 SETTLE_STEPS = 4_000  # moves of groups between ranks that are tried
 MORE_ROWS = 8  # multiples of rows beyond the fewest that are tried
 LAYOUT = 5  # stream of random numbers
@@ -116,9 +118,48 @@ def _parts(
             held = -(-len(lengths_s) // (requirements.max_samples_per_cell * topology.dp))
             if held > lower:
                 lower, method = held, "samples per cell"
-            rows = max(rows, held)
+        if requirements.together == "rank":
+            unit_s = unit_index_S(window)[samples_s]
+            most = requirements.max_samples_per_cell or len(lengths_s)
+            held = _rows_of_groups(lengths_s, unit_s, token_cap, topology.dp, most, lower, seed)
+            if held > lower:
+                lower, method = held, "groups on a rank"
+        rows = max(rows, lower)
         parts.append(_Part(lower, rows, method, samples_s, int(lengths_s.sum()), found.bins))
     return parts
+
+
+def _rows_of_groups(
+    lengths_s: NDArray[np.int64],
+    unit_s: NDArray[np.int64],
+    token_cap: int,
+    ranks: int,
+    most: int,
+    lower: int,
+    seed: int,
+) -> int:
+    """Rows that groups need which stay on a DP rank each, where that is more than `lower`.
+
+    In M rows a rank has M cells. So the samples of every group fit into M bins of the cap, and the
+    groups, taken as one item each, into a bin of M caps on every rank.
+    """
+    _, unit_s, size_U = np.unique(unit_s, return_inverse=True, return_counts=True)
+    tokens_U = np.bincount(unit_s, weights=lengths_s).astype(np.int64)
+    lower = max(lower, -(-int(size_U.max()) // most), -(-int(tokens_U.max()) // token_cap))
+    for u in np.argsort(-tokens_U, kind="stable").tolist():
+        own_s = lengths_s[unit_s == u]
+        if len(ffd_bins(own_s, token_cap)) > lower:  # else it fits, and nothing is to be proven
+            found = minimal_rows(own_s, token_cap, 1, seed=seed, iterations=GROUP_STEPS)
+            lower = max(lower, found.lower_bound)
+    while (
+        max(
+            l2_bound(tokens_U, lower * token_cap)[0],
+            dual_feasible_bound(tokens_U, lower * token_cap),
+        )
+        > ranks
+    ):
+        lower += 1
+    return lower
 
 
 def _rounded(parts: list[_Part], requirements: Requirements) -> tuple[int, str]:

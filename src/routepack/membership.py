@@ -27,10 +27,10 @@ def balanced_steps(window: Window, steps: int, seed: int, *, together: bool) -> 
     """
     if steps == 1:
         return np.zeros(window.samples, np.int64)
-    unit_S = np.arange(window.samples)
+    name_U = unit_S = np.arange(window.samples)
     if together:
         assert window.group_S is not None
-        unit_S = np.unique(window.group_S, return_inverse=True)[1]
+        name_U, unit_S = np.unique(window.group_S, return_inverse=True)
     size_U = np.bincount(unit_S)
     if len(size_U) % steps:
         what = "groups" if together else "samples"
@@ -38,7 +38,7 @@ def balanced_steps(window: Window, steps: int, seed: int, *, together: bool) -> 
     if size_U.min() < size_U.max():
         u = int((size_U != size_U[0]).argmax())
         expected = f"{size_U[0]} as in the others, to deal groups out evenly"
-        raise InfeasibleError.at("samples of group", int(size_U[u]), expected, u)
+        raise InfeasibleError.at("samples of group", int(size_U[u]), expected, int(name_U[u]))
     features_UF = _features(window, unit_S, len(size_U), seed)
     order_U = np.argsort(-features_UF[:, 0], kind="stable")
     step_U = np.empty(len(size_U), np.int64)

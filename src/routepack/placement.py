@@ -182,7 +182,8 @@ def relabel(
             name_R = _names_R(stay_RR, ranks)
         else:
             seated_RR = stay_RR[np.ix_(nodes.rank_R, nodes.rank_R)]
-            name_R = nodes.rank_R[_names_R(seated_RR, nodes.ranks)][nodes.seat_R]
+            named_R = _names_R(seated_RR, nodes.ranks)[nodes.seat_R]
+            name_R = nodes.rank_R[named_R].astype(np.int64)
         new_rank_LE[layer] = name_R[part_E]
     # Stable sorts pair, rank by rank, the experts that move in with the slots that are left free.
     stays_LE = new_rank_LE == current_rank_LE

@@ -65,8 +65,10 @@ def make_plan(
     requirements: Requirements | None = None,
     padding: Padding | None = None,
     estimate: str | Estimate | None = None,
+    step: Step | None = None,
 ) -> Plan:
-    """`routepack.plan`, which has the documentation."""
+    """`routepack.plan`, which has the documentation. `step`: of these arguments, where it is known.
+    """
     clock = Clock()
     cost_model = cost_model or DEFAULT
     budget = budget or DEFAULT_BUDGET
@@ -85,7 +87,8 @@ def make_plan(
 
     # 2. Rows first: a window that cannot be packed needs no placement.
     trained = Trained.of(window, padding, estimate)
-    step = Step.of(window, topology, token_cap, cost_model, requirements or NONE, trained, seed)
+    if step is None:
+        step = Step.of(window, topology, token_cap, cost_model, requirements or NONE, trained, seed)
     problem, window = step.problem, step.window
     clock.lap("rows")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -15,14 +17,14 @@ from routepack.cost import DEFAULT, CostModel
 from routepack.errors import InputError
 from routepack.estimate import Estimate
 from routepack.membership import balanced_steps, given_steps
-from routepack.padding import Padding
+from routepack.padding import Padding, padded
 from routepack.placement import balanced_ranks, identity, ranks_of, relabel, require_whole
 from routepack.plan import Plan, Search, WindowKey, validate_placement
 from routepack.planner import DEFAULT_BUDGET, finish_seconds, make_plan, validate
 from routepack.planset import Pass, PlanSet
 from routepack.requirements import NONE, Requirements
 from routepack.search import FIXED_PLACEMENT, ROUNDS, Task, search
-from routepack.step import Step
+from routepack.step import Step, require_lengths
 from routepack.topology import Topology
 from routepack.trained import Trained
 from routepack.window import Window
@@ -59,20 +61,24 @@ def make_plans(
         current_LE = validate_placement(
             "current_placement", current_placement, window.layers, window.experts
         )
+    _require_padded(window, padding, int(token_cap))
+    required.check(window, topology)
     step_S = _membership(window, steps, topology, required, int(seed))
     samples = [np.flatnonzero(step_S == k) for k in range(int(step_S.max()) + 1)]
-    parts = [
-        Step.of(
-            part,
-            topology,
-            int(token_cap),
-            cost_model,
-            required,
-            Trained.of(part, padding, estimate),
-            int(seed),
-        )
-        for part in (window.select(index) for index in samples)
-    ]
+
+    def ready(part: Window, cap: int, cost_model: CostModel, required: Requirements) -> Step:
+        trained = Trained.of(part, padding, estimate)
+        return Step.of(part, topology, cap, cost_model, required, trained, int(seed))
+
+    parts = []
+    for k, index in enumerate(samples):
+        with _told_of(f"step {k}"):
+            parts.append(ready(window.select(index), int(token_cap), cost_model, required))
+    whole = []  # what a pass cannot have is told before the search of the steps
+    for one in passes:
+        with _told_of(f"pass {one.name}"):
+            _require_padded(window, padding, int(one.token_cap))
+            whole.append(ready(window, int(one.token_cap), one.cost_model, NONE))
     nodes, alike = parts[0].problem.nodes, parts[0].problem.cost.ranks_alike
     rank_LE = ranks_of(current_LE, topology.ep)
     if not fixed_placement:
@@ -101,20 +107,41 @@ def make_plans(
         placement_LE = relabel(
             tasks[0].archive.rank_LE, topology.ep, current_LE, nodes, alike=alike
         )
-    plans = tuple(
-        _plan(part, task, placement_LE, index, int(seed))
-        for part, task, index in zip(parts, tasks, samples, strict=True)
-    )
+    shared = meter.evaluations - sum(task.archive.proposed for task in tasks)
+    plans = []
+    for k, (part, task, index) in enumerate(zip(parts, tasks, samples, strict=True)):
+        own_share = shared * (k + 1) // len(parts) - shared * k // len(parts)
+        with _told_of(f"step {k}"):
+            spent = Search(int(seed), task.archive.proposed + own_share, len(task.first))
+            plans.append(_plan(part, task, placement_LE, index, spent))
     other = {
         one.name: make_plan(
             window, topology, one.token_cap, one.cost_model, "routepack", _part(others, passes),
-            placement_LE, seed, threads, stop, True, None, padding, estimate,
+            placement_LE, seed, threads, stop, True, None, padding, estimate, step,
         )
-        for one in passes
+        for one, step in zip(passes, whole, strict=True)
     }  # fmt: skip
     stats = {"planning_seconds": time.perf_counter() - started, "evaluations": meter.evaluations}
     first = msgspec.structs.replace(plans[0], stats=stats)
     return PlanSet(WindowKey.of(window), (first, *plans[1:]), other)
+
+
+@contextmanager
+def _told_of(part: str) -> Iterator[None]:
+    """Errors name the step or pass that they come from."""
+    try:
+        yield
+    except InputError as error:
+        raise type(error)(f"{part}: {error}") from None
+
+
+def _require_padded(window: Window, padding: Padding | None, token_cap: int) -> None:
+    """What is wrong with the padding in every step, or with a padded sample. Raises InputError."""
+    if padding is None:
+        return
+    padded(window.select(np.arange(1)), padding)
+    longer = padded(window, replace(padding, experts=None, fills_missing=False))
+    require_lengths(longer, token_cap)
 
 
 def _membership(
@@ -158,10 +185,8 @@ def _validate_passes(
     for k, one in enumerate(passes):
         if one.name in names[:k]:
             raise InputError.at("pass.name", repr(one.name), "each name once", k)
-        try:
+        with _told_of(f"pass {one.name}"):
             validate(window, topology, one.token_cap, "routepack", seed, threads)
-        except InputError as error:
-            raise type(error)(f"pass {one.name}: {error}") from None
 
 
 def _split(budget: Budget, passes: bool) -> tuple[Budget, Budget]:
@@ -183,13 +208,16 @@ def _part(others: Budget, passes: Sequence[Pass]) -> Budget:
 
 
 def _plan(
-    part: Step, task: Task, placement_LE: NDArray[np.int32], index: NDArray[np.int64], seed: int
+    part: Step,
+    task: Task,
+    placement_LE: NDArray[np.int32],
+    index: NDArray[np.int64],
+    spent: Search,
 ) -> Plan:
     """The plan of a step, its rows in sample indices of the whole window."""
     archive = task.archive
     if archive.measured.over:
         raise part.too_little_memory(task.static, archive.cell_S)
-    spent = Search(seed, archive.proposed, len(task.first))
     plan = part.plan(placement_LE, archive.cell_S, archive.measured, "routepack", spent)
     rows = tuple(tuple(tuple(int(index[i]) for i in cell) for cell in row) for row in plan.rows)
     return msgspec.structs.replace(plan, rows=rows)
