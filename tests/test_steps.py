@@ -29,7 +29,9 @@ from routepack import (
     plan_steps,
 )
 from routepack.membership import balanced_steps
+from routepack.padding import Padding
 from routepack.plan import WindowKey
+from routepack.step import Step
 from routepack.verify import verify, verify_set
 from strategies import SEEDS, random_window
 
@@ -112,8 +114,22 @@ def test_one_step_is_a_plan() -> None:
     """A single step has the placement, rows, score and certificate of `plan`."""
     found = made(np.zeros(24, int)).plans[0]
     alone = plan(WINDOW, TOPOLOGY, token_cap=60, budget=BUDGET, threads=1)
-    for field in ("window", "placement", "rows", "score", "certificate"):
+    for field in ("window", "placement", "rows", "score", "certificate", "search"):
         assert getattr(found, field) == getattr(alone, field), field
+
+
+def test_evaluations_add_up_to_the_budget() -> None:
+    """Over the steps, those for the placement included, to all that were spent; with passes these
+    have a quarter of the budget."""
+    for steps in (1, 2, 3):
+        found = made(steps, budget=Budget(evaluations=1001))
+        spent = [one.search.evaluations for one in found.plans]
+        assert sum(spent) == found.plans[0].stats["evaluations"]
+        assert 1001 - 64 <= sum(spent) <= 1001
+        assert min(spent) > 0.5 * 1001 / steps
+    found = made(2, budget=Budget(evaluations=1000), passes=[LOG_PROBS, REFERENCE])
+    assert sum(one.search.evaluations for one in found.plans) <= 750
+    assert all(64 < one.search.evaluations <= 125 for one in found.passes.values())
 
 
 def test_steps_are_planned_jointly() -> None:
@@ -359,9 +375,9 @@ def test_steps_that_cannot_be_had_are_told() -> None:
     assert refusal([0] * 22 + [2] * 2) == "samples of step[1] = 0: expected at least the 2 DP ranks"
     together = Requirements(together="cell")
     assert refusal(8, requirements=together) == "groups = 12: expected a multiple of the 8 steps"
-    uneven = batch(group_S=[0, 0, 0, *range(1, 22)])
+    uneven = batch(group_S=[70, 70, 70, *range(71, 92)])
     assert refusal(2, uneven, requirements=together) == (
-        "samples of group[1] = 1: expected 3 as in the others, to deal groups out evenly"
+        "samples of group[71] = 1: expected 3 as in the others, to deal groups out evenly"
     )
 
 
@@ -379,7 +395,76 @@ def test_requirements_hold_in_every_step() -> None:
     required = Requirements(equal_samples_per_rank=True)
     with pytest.raises(InfeasibleError) as error:
         made(steps, requirements=required)
-    assert "samples = 9: expected a multiple of the 2 DP ranks" in str(error.value)
+    assert str(error.value) == (
+        "step 1: samples = 9: expected a multiple of the 2 DP ranks, for equal_samples_per_rank"
+    )
+
+
+def test_what_no_step_can_have_names_none() -> None:
+    """A window without prompts, nodes that do not divide, a sample that is padded above the cap and
+    padding of other experts are told of the whole."""
+    bare = batch(group_S=None)
+    told = refusal([0, 1] * 12, bare, requirements=Requirements(together="rank"))
+    assert told == "group: expected in the window, together = 'rank' needs it"
+    nodes = Requirements(routing_groups=2, ranks_per_node=3)
+    assert (
+        refusal(2, requirements=nodes) == "ranks_per_node = 3: expected a divisor of the 4 EP ranks"
+    )
+    longest = int(WINDOW.lengths_S.argmax())
+    assert refusal(2, padding=Padding(multiple=64)) == (
+        "lengths[0] = 64: expected at most the token cap 60"
+    )
+    exact = int(WINDOW.lengths_S[longest])
+    assert refusal(2, padding=Padding(multiple=exact - 1), token_cap=exact) == (
+        f"lengths[{longest}] = {2 * exact - 2}: expected at most the token cap {exact}"
+    )
+    told = refusal(2, padding=Padding(multiple=8, experts=[[0, 9], [0, 1]]))
+    assert told == "padding.experts[0, 0, 1] = 9: expected an expert id in 0..7"
+
+
+def test_what_a_search_cannot_meet_names_its_step() -> None:
+    """Step 1 holds the longer samples, for which a limit is below balance that step 0 keeps."""
+    order_S = np.argsort(WINDOW.lengths_S, kind="stable")
+    step_S = np.zeros(24, int)
+    step_S[order_S[12:]] = 1
+    longer = WINDOW.select(np.flatnonzero(step_S == 1))
+    least = int(-(-longer.demand_LE.sum(axis=1) // 4).max())  # one row, four EP ranks
+    limit = least - 1
+    with pytest.raises(InfeasibleError) as error:
+        made(step_S, requirements=Requirements(memory_limit_tokens=limit), token_cap=200)
+    message = str(error.value)
+    assert message.startswith(f"step 1: memory_limit_tokens = {limit}: expected at least ")
+    assert f"(proven: at least {least})" in message
+
+
+def test_what_a_pass_cannot_have_is_told_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """25 samples of 30 tokens need 13 rows of two cells of 31, with one sample more than there are:
+    that is found without any search."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("searched")
+
+    monkeypatch.setattr("routepack.steps.search", never)
+    lengths_S = np.full(25, 30)
+    window = random_window(np.random.default_rng(0), lengths_S, 2, 8, 2)
+    message = refusal([0] * 12 + [1] * 13, window, passes=[Pass("ref", 31, FORWARD)])
+    assert message.startswith(
+        "pass ref: samples = 25: expected at least 26, because token_cap = 31"
+    )
+
+
+def test_the_rows_of_a_pass_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each step and each pass, and not again for its search."""
+    calls = []
+
+    def counted(*arguments: Any) -> Step:
+        calls.append(arguments)
+        return ready(*arguments)
+
+    ready = Step.of
+    monkeypatch.setattr(Step, "of", counted)
+    made(3, passes=[LOG_PROBS, REFERENCE])
+    assert len(calls) == 5
 
 
 def test_passes_that_cannot_be_had_are_told() -> None:

@@ -67,8 +67,7 @@ def make_plan(
     estimate: str | Estimate | None = None,
     step: Step | None = None,
 ) -> Plan:
-    """`routepack.plan`, which has the documentation. `step`: of these arguments, where it is known.
-    """
+    """`routepack.plan`, which has the documentation; `step`: of these arguments, if known."""
     clock = Clock()
     cost_model = cost_model or DEFAULT
     budget = budget or DEFAULT_BUDGET
@@ -86,8 +85,8 @@ def make_plan(
     clock.lap("setup")
 
     # 2. Rows first: a window that cannot be packed needs no placement.
-    trained = Trained.of(window, padding, estimate)
     if step is None:
+        trained = Trained.of(window, padding, estimate)
         step = Step.of(window, topology, token_cap, cost_model, requirements or NONE, trained, seed)
     problem, window = step.problem, step.window
     clock.lap("rows")

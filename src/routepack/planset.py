@@ -37,6 +37,9 @@ class PlanSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plans   of the steps; `rows` hold sample indices of the whole window, `window` is the key of the
             step's own samples (`Window.select` in ascending order)
     passes  by name; over the whole window
+
+    `search.evaluations` of a step's plan are the moves proposed for its layout and an equal share
+    of those proposed for the placement: over the steps they add up to what was spent on them.
     """
 
     window: WindowKey
