@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from cli_helpers import METADATA, SIZES, counted, fill, run
 from routepack.cli import terminal
 from routepack.files import read_plan, read_window
+from routepack.fill import fill_of
+from routepack.objective import score
+from routepack.padding import with_fill
 from routepack.plan import Plan
+from routepack.planset import PlanSet
+from routepack.report.text import cost_text
 from routepack.verify import verify
 
 
@@ -111,3 +118,77 @@ def test_what_is_refused_is_one_line(flags: tuple[str, ...], message: str) -> No
     code, out, err = run("plan", "w", *SIZES, *flags, "--out", "p.json")
     assert (code, out, err) == (2, "", f"error: {message}\n")
     assert not Path("p.json").exists()
+
+
+# The experts of padding rows
+
+
+def test_experts_of_padding_are_written() -> None:
+    """Padded to 4 the samples get 3 1 2 2 0 0 3 1 rows, each with two experts of its own at both
+    layers; the report says what they cost, and the file is that of the library."""
+    plan = planned("w", "--pad-multiple", "4", "--pad-experts", "fill")
+    code, out, err = run("padding", "w", "p.json", "--out", "f")
+    assert (code, err) == (0, "")
+    tensors = load_file("f")
+    assert tensors["offsets"].tolist() == [0, 3, 4, 6, 8, 8, 8, 11, 12]
+    ids_PLK = tensors["ids"]
+    assert (ids_PLK.dtype, ids_PLK.shape) == (np.uint16, (12, 2, 2))
+    assert (ids_PLK[..., 0] != ids_PLK[..., 1]).all()
+    window = read_window("w")
+    chosen = fill_of(window, plan)
+    assert ids_PLK.tolist() == chosen.ids_PLK.tolist()
+    bare = plan.trained().window(window)
+    full, topology = with_fill(bare, chosen), plan.to_topology()
+    cost = plan.cost_model.resolve(bare, topology, plan.token_cap)
+    after = score(full, topology, cost, plan.placement_LE, plan.rows).slowest_shard
+    assert after > plan.score.slowest_shard
+    assert out.splitlines() == [
+        "padding rows   12 in 6 samples, 27.3% of all tokens",
+        f"slowest shard  {cost_text(plan.score.slowest_shard)} without them, "
+        f"{cost_text(after)} with them",
+        "wrote f",
+    ]
+    with safe_open("f", "numpy") as file:
+        assert file.metadata() == {
+            "format": "routepack.fill/1",
+            "num_experts": "4",
+            "top_k": "2",
+            "moe_layers": "[1, 2]",
+            "window_sha256": window.sha256,
+        }
+
+
+def test_experts_of_padding_of_several_steps() -> None:
+    """Each sample has its rows, whatever its step, and the cost is that of all steps."""
+    sizes = (*SIZES, "--steps", "2", "--pad-multiple", "4", "--pad-experts", "fill")
+    assert run("plan", "w", *sizes, "--pass", "ref:16", "--out", "p.json")[0] == 0
+    code, out, err = run("padding", "w", "p.json", "--out", "f")
+    assert (code, err) == (0, "")
+    assert load_file("f")["offsets"].tolist() == [0, 3, 4, 6, 8, 8, 8, 11, 12]
+    steps = PlanSet.from_bytes(Path("p.json").read_bytes()).plans
+    before = sum(step.score.slowest_shard for step in steps)
+    assert out.splitlines()[1].startswith(f"all steps      {cost_text(before)} without them, ")
+
+
+def test_padding_that_is_refused() -> None:
+    """A plan whose padding has experts or none, that does not hold, that is of another window, or
+    that would be overwritten: one line, exit code 2, no file."""
+
+    def refused(window: str = "w", out: str = "f") -> str:
+        code, shown, err = run("padding", window, "p.json", "--out", out)
+        assert (code, shown) == (2, "")
+        assert not Path("f").exists()
+        return err
+
+    planned("w")
+    settled = "expected 'fill', so that they can be chosen"
+    assert refused() == f"error: p.json: padding.experts = none: {settled}\n"
+    Path("ids.json").write_text("[[0, 1], [0, 1]]")
+    planned("w", "--pad-multiple", "4", "--pad-experts", "ids.json")
+    assert refused() == f"error: p.json: padding.experts = expert ids: {settled}\n"
+    assert refused(out="p.json") == "error: p.json: expected a path for output, it is also p.json\n"
+    plan = planned("w", "--pad-multiple", "4", "--pad-experts", "fill")
+    assert refused("m").startswith("error: p.json: window.sha256 = ")
+    wrong = msgspec.structs.replace(plan.score, total=1.0)
+    Path("p.json").write_bytes(msgspec.structs.replace(plan, score=wrong).to_bytes())
+    assert refused() == f"error: p.json: score.total = 1.0: expected {plan.score.total!r}\n"

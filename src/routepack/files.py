@@ -14,9 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from routepack.errors import InputError
+from routepack.padding import Fill
 from routepack.plan import Plan
 from routepack.window import FORMAT, Window
 
+FILL_FORMAT = "routepack.fill/1"
 _LABELS = ("group", "tag", "step")
 _TENSORS = {"lengths", "demand", "routes", "offsets", "missing", *_LABELS}
 
@@ -109,6 +111,23 @@ def write_window(path: str | Path, window: Window) -> None:
         "source": window.source,
     }
     write_atomically(path, save(tensors, metadata))
+
+
+def write_fill(path: str | Path, window: Window, fill: Fill) -> None:
+    """Write the experts of a window's padding rows: `ids` [P, L, K] and `offsets` [S + 1].
+
+    Rows offsets[s]:offsets[s+1] are those of sample s. Raises InputError.
+    """
+    tensors = {"ids": fill.ids_PLK, "offsets": np.asarray(fill.offsets_S1, np.int64)}
+    metadata = {
+        "format": FILL_FORMAT,
+        "num_experts": str(window.experts),
+        "top_k": str(window.top_k),
+        "moe_layers": json.dumps(list(window.moe_layers)),
+        "window_sha256": window.sha256,
+    }
+    data = save({name: np.ascontiguousarray(values) for name, values in tensors.items()}, metadata)
+    write_atomically(path, data)
 
 
 def read_plan(path: str | Path) -> Plan:

@@ -11,6 +11,7 @@ import routepack
 from routepack.cli.ingest import ingest
 from routepack.cli.inputs import load_window, placements
 from routepack.cli.options import whole
+from routepack.cli.padding import padding
 from routepack.cli.plan import plan
 from routepack.cli.replay import replay
 from routepack.cli.steps import read_plans
@@ -101,3 +102,4 @@ def inspect(
 
 
 app.command()(replay)
+app.command()(padding)
