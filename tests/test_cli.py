@@ -100,6 +100,53 @@ def test_inspect_shows_samples_lengths_and_layers() -> None:
         assert [label, "1.00", "0.000", "1.00", "1.00"] in lines
 
 
+def test_inspect_shows_what_limits_a_layout() -> None:
+    """With --dp and --ep, or a topology file of the same, and a cap: 32 tokens in two rows of two
+    cells of 8; without a cap what does not depend on it."""
+    cost = ("--cost-model", "c.toml")
+    code, out, err = run("inspect", "w", "--dp", "2", "--ep", "2", "--token-cap", "8", *cost)
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    for line in (
+        "cost model c.toml: full (linear 2, quadratic 1), expert 1",
+        "rows 2, certified: no layout has fewer (volume)",
+        "cells 4 of 2.0 samples and 8 tokens on average, 100.0% full",
+        "slowest shard balanced at least above of the bound",
+    ):
+        assert line in lines
+    assert run("inspect", "w", "--topology", "t.toml", "--token-cap", "8", *cost)[1] == out
+    assert out.startswith(run("inspect", "w", "--ep", "2")[1])
+    code, out, err = run("inspect", "w", "--dp", "2", "--ep", "2")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].rstrip() == "rows and costs depend on --token-cap"
+
+
+REFUSED_LAYOUTS = [
+    (("--token-cap", "8"), "--dp: expected with --edp, --token-cap or --cost-model, or --topology"),
+    (("--dp", "2"), "--ep: expected a size, or --topology with a file, none is given"),
+    (
+        ("--topology", "t.toml", "--ep", "2"),
+        "--topology, --ep: expected either a file or sizes, not both",
+    ),
+    (
+        ("--dp", "2", "--ep", "2", "--token-cap", "6"),
+        "lengths[7] = 7: expected at most the token cap 6",
+    ),
+    (
+        ("--dp", "2", "--ep", "2", "--token-cap", "0"),
+        "token_cap = 0: expected a whole number of at least 1",
+    ),
+    (("--dp", "9", "--ep", "1"), "samples = 8: expected at least the 9 DP ranks"),
+    (("--dp", "3", "--ep", "3"), "num_experts = 4: expected a multiple of the 3 EP ranks"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED_LAYOUTS)
+def test_layouts_that_cannot_be_inspected(flags: tuple[str, ...], message: str) -> None:
+    """One line, exit code 2, and no half of a report."""
+    assert run("inspect", "w", *flags) == (2, "", f"error: {message}\n")
+
+
 def test_version_and_help() -> None:
     """Both go to stdout; the bare command shows its help."""
     version = (0, f"routepack {routepack.__version__}\n", "")

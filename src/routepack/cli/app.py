@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
 
 import routepack
 from routepack.cli.ingest import ingest
-from routepack.cli.inputs import load_window, placements
-from routepack.cli.options import whole
+from routepack.cli.inputs import choose_topology, cost_source, load_window, placements
+from routepack.cli.options import CostFile, Edp, TopologyFile, whole
 from routepack.cli.padding import padding
 from routepack.cli.plan import plan
 from routepack.cli.replay import replay
 from routepack.cli.steps import read_plans
 from routepack.cli.terminal import stdout
+from routepack.cost import DEFAULT, CostModel
 from routepack.errors import InputError
 from routepack.plan import WindowKey
 from routepack.planset import PlanSet
@@ -85,20 +87,47 @@ def verify(
 def inspect(
     window_path: WindowFile,
     ep: Annotated[int | None, whole("Also show the load of this many EP ranks.")] = None,
+    dp: Annotated[int | None, whole("Data-parallel ranks: also show what limits a layout.")] = None,
+    edp: Edp = None,
+    topology_path: TopologyFile = None,
+    token_cap: Annotated[
+        int | None, whole("With a layout: tokens of a micro-batch on one DP rank, as in plan.")
+    ] = None,
+    cost_path: CostFile = None,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Not only the worst.")] = False,
     threads: Threads = None,
 ) -> None:
-    """Show lengths, and how unevenly the tokens of a window use the experts of each layer."""
+    """Show lengths, and how unevenly the tokens of a window use the experts of each layer.
+
+    With a layout (--dp and --ep, or --topology), and best a --token-cap: what limits its plans.
+    """
+    topology = None
+    if topology_path is not None or dp is not None:
+        topology = choose_topology(topology_path, dp, ep, edp)
+        ep = topology.ep
+    elif edp is not None or token_cap is not None or cost_path is not None:
+        raise InputError("--dp: expected with --edp, --token-cap or --cost-model, or --topology")
+    cost_model = DEFAULT if cost_path is None else CostModel.from_toml(cost_path)
     kernels = ["routepack.counting"] + ["routepack.placement"] * (ep is not None)
+    kernels += ["routepack.planner"] * (topology is not None)
     window, _ = load_window(window_path, threads, *kernels)
-    stdout().print(
-        inspect_window(
-            window,
-            ranks=ep,
-            placements=None if ep is None else placements(window, ep),
-            all_layers=all_layers,
-        )
+    shown = inspect_window(
+        window,
+        ranks=ep,
+        placements=None if ep is None else placements(window, ep),
+        all_layers=all_layers,
     )
+    if topology is not None:
+        from routepack.planner import validate
+        from routepack.report.limits import limits_table
+
+        cap = int(window.lengths_S.max()) if token_cap is None else token_cap
+        validate(window, topology, cap, "routepack", 0, threads)
+        limits = limits_table(
+            window, topology, token_cap, cost_model, cost_source=cost_source(cost_path)
+        )
+        shown = Group(shown, "", limits)
+    stdout().print(shown)
 
 
 app.command()(replay)

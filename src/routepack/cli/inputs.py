@@ -42,6 +42,11 @@ def choose_topology(path: Path | None, dp: int | None, ep: int | None, edp: int 
     return Topology.of(dp=dp, ep=ep, edp=edp)
 
 
+def cost_source(path: Path | None) -> str:
+    """Where the cost model is from."""
+    return "default, no --cost-model was given" if path is None else str(path)
+
+
 def choose_budget(seconds: float | None, evaluations: int | None) -> Budget | None:
     """From --seconds or --evaluations; None, the library's default, without either."""
     if seconds is None and evaluations is None:

@@ -11,7 +11,7 @@ import typer
 from numpy.typing import NDArray
 
 import routepack
-from routepack.cli.inputs import choose_budget, choose_topology, load_window
+from routepack.cli.inputs import choose_budget, choose_topology, cost_source, load_window
 from routepack.cli.options import (
     CostFile,
     Dp,
@@ -171,16 +171,14 @@ def plan(
     if stats is not None:
         measured = result.stats if isinstance(result, Plan) else planset_stats(result)
         write_atomically(stats, _stats_bytes(measured, apart))
-    cost_source = "default, no --cost-model was given" if cost_path is None else str(cost_path)
+    source = cost_source(cost_path)
     if isinstance(result, Plan):
         busiest = Busiest.of(result.trained().window(window), result)
         summary = plan_summary(
-            result, cost_source=cost_source, apart_seconds=apart, busiest=busiest, current=current
+            result, cost_source=source, apart_seconds=apart, busiest=busiest, current=current
         )
     else:
-        summary = planset_summary(
-            result, cost_source=cost_source, apart_seconds=apart, current=current
-        )
+        summary = planset_summary(result, cost_source=source, apart_seconds=apart, current=current)
     stdout().print(summary)
     if pipeline is not None:
         typer.echo(f"pipeline: {pipeline}")

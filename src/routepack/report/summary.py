@@ -10,7 +10,7 @@ from rich.text import Text
 
 from routepack.plan import Plan
 from routepack.report.memory import Busiest
-from routepack.report.text import cost_model_text, cost_text, printable
+from routepack.report.text import cost_model_text, cost_text, printable, rows_text
 
 
 def plan_summary(
@@ -68,12 +68,12 @@ def _slowest(plan: Plan) -> str:
 
 
 def _rows(plan: Plan) -> str:
-    """How many rows, and how far that is proven."""
-    rows, certificate = len(plan.rows), plan.certificate
-    if certificate.rows_certified:
-        return f"{rows}, certified: no layout has fewer ({certificate.rows_method})"
-    return (
-        f"{rows}, best known: at least {certificate.rows_lower_bound} ({certificate.rows_method})"
+    found = plan.certificate
+    return rows_text(
+        len(plan.rows),
+        certified=found.rows_certified,
+        lower_bound=found.rows_lower_bound,
+        method=found.rows_method,
     )
 
 

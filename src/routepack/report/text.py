@@ -23,6 +23,13 @@ def cost_text(value: float) -> str:
     return f"{value:,.{max(0, DIGITS - 1 - magnitude)}f}"
 
 
+def rows_text(rows: int, *, certified: bool, lower_bound: int, method: str) -> str:
+    """How many rows, and how far that is proven."""
+    if certified:
+        return f"{rows}, certified: no layout has fewer ({method})"
+    return f"{rows}, best known: at least {lower_bound} ({method})"
+
+
 def cost_model_text(model: CostModel) -> str:
     """The cost model in one line."""
     stages = []
