@@ -242,6 +242,16 @@ REFUSED: dict[str, tuple[Window, dict[str, Any], int, dict[str, Any], str]] = {
         "samples of group[4] = 2: expected 3 as in the others, to count samples with "
         "together = 'cell'",
     ),
+    "prompts that are no multiple": (  # of six samples
+        uniform(6, group_S=GROUPS), {"together": "cell", "equal_samples_per_rank": True}, 8, {},
+        "groups as samples, for together = 'cell': samples = 3: expected a multiple of the 2 DP "
+        "ranks, for equal_samples_per_rank",
+    ),
+    "rows without prompts": (
+        uniform(6, group_S=GROUPS), {"together": "cell", "rows_multiple_of": 2}, 16, {},
+        "groups as samples, for together = 'cell': samples = 3: expected at least 4, none of 2 "
+        "rows of cells empty: rows_multiple_of = 2",
+    ),
     "a prompt of two tags": (
         uniform(6, group_S=GROUPS, tag_S=TAGS), {"together": "cell", "uniform_rows": True}, 8, {},
         "tags of group[1] = [0, 1]: expected one, for uniform_rows with together = 'cell'",

@@ -66,8 +66,16 @@ class Step:
             contraction = Contraction.of(window, cost, required, token_cap)
             packed, cost = contraction.window, contraction.cost
             required = contraction.requirements
-            required.check(packed, topology)
-        problem, rows, packed_S = _fewest_rows(packed, topology, cost, token_cap, required, seed)
+        try:
+            if contraction is not None:
+                required.check(packed, topology)
+            found = _fewest_rows(packed, topology, cost, token_cap, required, seed)
+        except InfeasibleError as error:
+            if contraction is None:
+                raise
+            told = "groups as samples, for together = 'cell'"  # what is counted below is groups
+            raise InfeasibleError(f"{told}: {error}") from None
+        problem, rows, packed_S = found
         step = cls(
             recorded, trained, window, cost_model, requirements, problem, rows, packed_S,
             contraction, 0.0, "",
