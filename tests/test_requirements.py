@@ -264,12 +264,12 @@ REFUSED: dict[str, tuple[Window, dict[str, Any], int, dict[str, Any], str]] = {
         uniform(4, tag_S=[5, 5, 5, 9]), {"uniform_rows": True}, 8, {},
         "samples with tag[9] = 1: expected at least the 2 DP ranks, for uniform_rows",
     ),
-    # Prompts of 3, 3 and 2 samples: no choice of them makes 4 of the 8. Four rows of two cells are
-    # the most that 8 samples fill.
+    # Prompts of 3, 3 and 2 samples: no choice of them makes 4 of the 8. Two on a rank take three
+    # rows; four rows of two cells are the most that 8 samples fill.
     "prompts that fit no rank": (
         uniform(8, group_S=[0, 0, 0, 1, 1, 1, 2, 2]),
         {"together": "rank", "equal_samples_per_rank": True}, 8, {},
-        "token_cap = 8: expected room for a layout, none was found in 2 to 4 rows: "
+        "token_cap = 8: expected room for a layout, none was found in 3 to 4 rows: "
         "equal_samples_per_rank = True, together = rank",
     ),
     "a limit below balance": (  # 8 samples of 2 tokens an expert in two rows: 8 a rank and row
