@@ -124,8 +124,8 @@ def test_debug_mode_recomputes_after_accepted_moves(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "name",
-    ["count_c", "tokens_c", "tokens2_Tc", "load_BRL", "busiest_B", "anchor_BL", "anchored_B", "peak_BS",
-     "work_Tc", "work_BT", "top_BTk", "cost_B", "shard_G", "position_S"],
+    ["count_c", "tokens_c", "tokens2_Tc", "load_BRL", "busiest_B", "anchor_BL", "anchored_B",
+     "peak_BS", "work_Tc", "work_BT", "top_BTk", "cost_B", "shard_G", "position_S"],
 )  # fmt: skip
 def test_the_debug_check_notices_any_wrong_number(name: str) -> None:
     """A state with a single number changed fails the check, whichever array it is in."""
