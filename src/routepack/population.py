@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepack.budget import Meter, Phase
-from routepack.kernels.layout import TOTAL_WEIGHT, State, Static
+from routepack.kernels.layout import TOTAL_WEIGHT, UNLIMITED, State, Static
 from routepack.kernels.rng import stream_key
 from routepack.kernels.sweep import ACCEPTED, BEST, DRAWS, ENERGY, EVALUATED, RESULTS, sweep
 from routepack.plan import Score
@@ -26,6 +26,7 @@ SHARE_WEIGHT = 0.5  # of the mean shard in the energy at the start; fades to the
 SPREAD_WEIGHT = 6.0  # of the squared spread of cell work at the start; fades to none
 EFFECTIVE = 0.5  # resampling keeps at least this share of the population effective
 STEPS = 24  # temperature steps of a phase
+CHEAP = 1 / 160  # of the charge above a limit: what is asked at the start, so that layouts can pass
 DEBUG = False  # tests set it: recompute everything after every accepted move and compare by ==
 
 
@@ -119,6 +120,11 @@ class Chain:
             if DEBUG and self.results[ACCEPTED] > accepted:
                 self.problem.assert_exact(self.static, self.state)
 
+    def charge(self, over: float) -> None:
+        """Change the charge above a limit, and judge the best anew."""
+        self.static = self.static._replace(over=over)
+        self.results[BEST] = self.problem.measure(self.static, self.best_S).energy
+
     @property
     def energy(self) -> float:
         """Energy of the layout that the chain is at."""
@@ -167,7 +173,7 @@ def anneal(
     rng = np.random.default_rng(stream)
     shards, width = problem.topology.edp, problem.topology.ranks_per_shard
     mean_work = max(1e-300, float(problem.work_S.sum()) / problem.cells / len(static.linear_T))
-    temperature = hot
+    temperature, limited = hot, static.limit < UNLIMITED
     while (proposals := phase.next_step(len(chains), STEPS)) > 0:
         progress = phase.progress
         cooler = hot * (cold / hot) ** progress
@@ -175,6 +181,9 @@ def anneal(
         temperature = cooler
 
         fade = 1 - progress
+        if limited:
+            for chain in chains:
+                chain.charge(static.over * CHEAP**fade)
         total_weight = TOTAL_WEIGHT + (fade * SHARE_WEIGHT / shards if shards > 1 else 0.0)
         spread_weight = fade * SPREAD_WEIGHT / mean_work if width > 1 else 0.0
 
@@ -190,7 +199,8 @@ def anneal(
 
         list(pool.map(step, range(len(chains))))
         phase.spend(proposals * len(chains))
-        archive.watch(min(chain.best for chain in chains))
+        if not limited:
+            archive.watch(min(chain.best for chain in chains))
         if stop is not None and stop():
             break
     for chain in chains:

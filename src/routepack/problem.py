@@ -99,6 +99,11 @@ class Problem:
         return self.rows * self.topology.dp
 
     @property
+    def full_rows(self) -> int:
+        """Rows that the tokens would fill; of more, some may do with little."""
+        return -(-int(self.window.lengths_S.sum()) // (self.token_cap * self.topology.dp))
+
+    @property
     def load(self) -> Any:
         """Dtype that holds the routed tokens of a group at a layer, and of a cell at all layers."""
         longest = max(int(self.window.lengths_S.sum()), self.window.layers * self.token_cap)

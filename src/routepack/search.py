@@ -157,7 +157,7 @@ def search(
         )
         for n, (problem, packed_S) in enumerate(zip(problems, packed, strict=True))
     ]  # fmt: skip
-    few = sum(problem.rows * problem.topology.edp for problem in problems) <= FEW_GROUPS
+    few = sum(problem.full_rows * problem.topology.edp for problem in problems) <= FEW_GROUPS
     stopped = stop if stop is not None else lambda: False
     with ThreadPoolExecutor(threads) as pool:
         for k, spent in enumerate(rounds):
