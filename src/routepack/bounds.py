@@ -123,8 +123,9 @@ def _split_by_speed(window: Window, topology: Topology, cost: Coefficients) -> f
     Ranks that take slow_r times as long and finish together share work w in w / sum(1 / slow_r). A
     shard g does a share of all attention and of all routed tokens, at prices a_g and e_g; whatever
     the shares, the slowest shard costs at least sum_g h_g U_g for any h that sums to 1, so at least
-    min_g(h_g a_g) of the one and min_g(h_g e_g) of the other. Tried are the h that level the first,
-    the second, and equal ones.
+    min_g(h_g a_g) of the one and min_g(h_g e_g) of the other; and at a layer at least what a rank
+    takes for its E/R experts, were they the coolest. Tried are the h that level attention, the h
+    that level routed tokens, and equal ones.
     """
     if cost.ranks_alike:
         return 0.0
@@ -136,10 +137,13 @@ def _split_by_speed(window: Window, topology: Topology, cost: Coefficients) -> f
         float(a) * tokens + float(b) * int(q_S.sum())
         for a, b, q_S in zip(cost.linear_T, cost.quadratic_T, cost.quadratic_tokens_TS, strict=True)
     )
-    routed = cost.expert * int(window.demand_LE.sum())
+    routed_L = window.demand_LE.sum(axis=1)
+    coolest_L = np.sort(window.demand_LE, axis=1)[:, : window.experts // topology.ep].sum(axis=1)
     bound = 0.0
     for h_G in (1.0 / attention_G, 1.0 / expert_G, np.ones(topology.edp)):
         h_G = h_G / h_G.sum()
-        least = work * float((h_G * attention_G).min()) + routed * float((h_G * expert_G).min())
+        held = float((h_G[:, None] * cost.slow_GR).min(axis=0).max())
+        busiest_L = np.maximum(routed_L * (h_G * expert_G).min(), coolest_L * held)
+        least = work * float((h_G * attention_G).min()) + cost.expert * math.fsum(busiest_L)
         bound = max(bound, least)
     return bound * SAFE

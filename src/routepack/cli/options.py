@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
+from routepack.cost import CostModel
 from routepack.errors import InputError
 
 LARGEST = 2**63 - 1  # of any count in the library
@@ -85,6 +87,36 @@ NodeOfRank = Annotated[
         help="Instead, where those are not consecutive: the node of each EP rank, as 0,1,0,1.",
     ),
 ]
+
+
+DpSpeed = Annotated[
+    str | None,
+    typer.Option(
+        "--dp-speed", metavar="SPEEDS", help="Of each DP rank, as in 1,1,0.8,1. Default: all 1."
+    ),
+]
+EpSpeed = Annotated[
+    str | None,
+    typer.Option(
+        "--ep-speed",
+        metavar="SPEEDS",
+        help="Of each EP rank, alike in every shard or shard by shard. Default: all 1.",
+    ),
+]
+
+
+def with_speeds(model: CostModel, dp_speed: str | None, ep_speed: str | None) -> CostModel:
+    """The cost model with the speeds of the flags in place of its own. Raises InputError."""
+    for field, text in (("dp_speed", dp_speed), ("ep_speed", ep_speed)):
+        if text is None:
+            continue
+        try:
+            speeds = tuple(float(speed) for speed in text.split(","))
+        except ValueError:
+            flag = f"--{field.replace('_', '-')}"
+            raise InputError.at(flag, repr(text), "numbers as in 1,1,0.8,1") from None
+        model = msgspec.structs.replace(model, **{field: speeds})
+    return model
 
 
 def node_map(text: str | None) -> tuple[int, ...] | None:

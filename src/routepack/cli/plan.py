@@ -15,8 +15,10 @@ from routepack.cli.inputs import choose_budget, choose_topology, cost_source, lo
 from routepack.cli.options import (
     CostFile,
     Dp,
+    DpSpeed,
     Edp,
     Ep,
+    EpSpeed,
     EqualSamples,
     MaxSamples,
     MemoryLimit,
@@ -31,6 +33,7 @@ from routepack.cli.options import (
     node_map,
     number,
     whole,
+    with_speeds,
 )
 from routepack.cli.pipeline import LayersPerStage, in_pipeline, read_layers
 from routepack.cli.steps import (
@@ -72,6 +75,8 @@ def plan(
     edp: Edp = None,
     topology_path: TopologyFile = None,
     cost_path: CostFile = None,
+    dp_speed: DpSpeed = None,
+    ep_speed: EpSpeed = None,
     method: Annotated[
         str, typer.Option(metavar="NAME", help=f"One of {', '.join(METHODS)}.")
     ] = "routepack",
@@ -126,6 +131,7 @@ def plan(
     require_outputs([out, stats], inputs=read)
     topology = choose_topology(topology_path, dp, ep, edp)
     cost_model = DEFAULT if cost_path is None else CostModel.from_toml(cost_path)
+    cost_model = with_speeds(cost_model, dp_speed, ep_speed)
     other_passes = batch.read_passes(cost_model, token_cap)
     budget = choose_budget(seconds, evaluations)
     requirements = Requirements(

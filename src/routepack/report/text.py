@@ -38,4 +38,9 @@ def cost_model_text(model: CostModel) -> str:
         terms = f"linear {stage.linear:g}, quadratic {stage.quadratic:g}{limit}"
         stages.append(f"{stage.name} ({terms})")
     normalised = "" if model.normalise == "cap" else f", normalised by {model.normalise}"
-    return f"{' + '.join(stages)}, expert {model.expert:g}{normalised}"
+    speeds = "".join(
+        f", {name} ranks at speed {min(speed):g} to {max(speed):g}"
+        for name, speed in (("DP", model.dp_speed), ("EP", model.ep_speed))
+        if speed is not None
+    )
+    return f"{' + '.join(stages)}, expert {model.expert:g}{normalised}{speeds}"
