@@ -197,6 +197,48 @@ def test_every_pair_of_a_row_is_compared(top_k: int, dtype: str) -> None:
                 assert outcome(routes_NLK, offsets_S1, top_k) == expected
 
 
+@st.composite
+def long_recordings(draw: st.DrawFn) -> tuple[NDArray[Any], int]:
+    """uint8 routes of 8 ids a row around the sizes at which the faster kernel cuts, and E."""
+    rows = draw(st.sampled_from([1, 7, 8, 9, 247, 248, 249, 256, 497, 600]))
+    layers = draw(st.sampled_from([1, 2, 3, 4, 5, 61, 64, 65, 67]))
+    experts = draw(st.sampled_from([8, 13, 63, 64, 65, 127, 128, 129, 160, 255, 256]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    pool = valid_routes(rng, (layers + 16, 1, 8), experts, np.dtype(np.uint8))[:, 0]
+    return pool[rng.integers(0, len(pool), (rows, layers))], experts
+
+
+@given(long_recordings(), st.data())
+def test_long_samples_equal_bincount(recording: tuple[NDArray[Any], int], data: Any) -> None:
+    """Counts are those of `numpy.bincount`, and any one wrong id in any place is found."""
+    routes_NLK, experts = recording
+    rows, layers, _ = routes_NLK.shape
+    offsets_S1 = np.array([0, data.draw(st.integers(0, rows)), rows])
+    demand_SLE = count_routes(routes_NLK, offsets_S1, experts)
+    for s, (start, stop) in enumerate(pairwise(offsets_S1)):
+        for layer in range(layers):
+            ids = routes_NLK[start:stop, layer].ravel()
+            assert np.array_equal(demand_SLE[s, layer], np.bincount(ids, minlength=experts))
+    row, layer, k = (data.draw(st.integers(0, size - 1)) for size in routes_NLK.shape)
+    if experts < 256 and data.draw(st.booleans()):
+        routes_NLK[row, layer, k] = data.draw(st.integers(experts, 255))
+        expected = f"an expert id in 0..{experts - 1}"
+    else:
+        routes_NLK[row, layer, k] = routes_NLK[row, layer, k - 1]
+        k = k or 7  # the later one of the two is the repeat
+        expected = "8 distinct experts in a token row, it repeats"
+    assert message(routes_NLK, offsets_S1, experts) == (
+        f"routes[{row}, {layer}, {k}] = {routes_NLK[row, layer, k]}: expected {expected}"
+    )
+
+
+def test_longest_sample_of_the_faster_kernel() -> None:
+    """The highest count of 16 bits, and one row more."""
+    for rows in (65535, 65536):
+        routes_NLK = np.tile(np.arange(8, dtype=np.uint8), (rows, 1, 1))
+        assert count_routes(routes_NLK, np.array([0, rows]), 9).tolist() == [[[rows] * 8 + [0]]]
+
+
 def test_equal_ids_in_neighbouring_rows_are_no_repeat() -> None:
     """Only ids of the same token and layer must differ."""
     routes_NLK = np.tile(np.array([5, 2, 7], np.uint8), (300, 2, 1))

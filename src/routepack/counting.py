@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepack.errors import InputError
+from routepack.kernels.bitcounting import EXPERTS, as_words, count_words, make_bit_scratch
 from routepack.kernels.counting import OK, OUT_OF_RANGE, count_block, make_scratch
 
 ID_TYPES = tuple(np.dtype(t) for t in (np.uint8, np.uint16, np.int16, np.int32, np.int64))
@@ -57,8 +58,10 @@ def count_routes(
 
     def count(part: tuple[int, int]) -> tuple[int, int]:
         first, last = part
-        own_S1 = offsets_S1[first : last + 1]
-        return _count_samples(routes_NLK, own_S1, num_experts, demand_SLE[first:last])
+        own_S1, own_SLE = offsets_S1[first : last + 1], demand_SLE[first:last]
+        if _count_words(routes_NLK, own_S1, own_SLE):
+            return OK, 0
+        return _count_samples(routes_NLK, own_S1, num_experts, own_SLE)
 
     if len(parts) > 1:
         with ThreadPoolExecutor(len(parts)) as pool:
@@ -74,6 +77,23 @@ def count_routes(
                 expected = f"an expert id in 0..{num_experts - 1}"
             raise InputError.at("routes", int(routes_NLK[index]), expected, index)
     return demand_SLE
+
+
+def _count_words(
+    routes_NLK: NDArray[Any], offsets_S1: NDArray[np.int64], demand_SLE: NDArray[Any]
+) -> bool:
+    """Count by the faster kernel; False, and nothing counted, if it cannot or an id is wrong."""
+    if not (routes_NLK.flags.c_contiguous and demand_SLE.dtype == np.uint16):
+        return False
+    if demand_SLE.shape[2] > EXPERTS:
+        return False
+    scratch = make_bit_scratch()
+    for s, (start, stop) in enumerate(pairwise(offsets_S1.tolist())):
+        words_X = as_words(routes_NLK[start:stop])
+        if words_X is None or not count_words(words_X, demand_SLE[s], *scratch):
+            demand_SLE[: s + 1] = 0
+            return False
+    return True
 
 
 def _count_samples(

@@ -18,6 +18,7 @@ from routepack.window import MAX_TOKENS
 ROUTE_TYPES = tuple(
     np.dtype(t) for t in (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.int64)
 )
+HIGHEST_IDS: dict[np.dtype[Any], int] = {t: int(np.iinfo(t.type).max) for t in ROUTE_TYPES}
 
 
 def checked_length(length: Any, field: str = "length", low: int = 1) -> int:
@@ -74,7 +75,7 @@ def check_type(dtype: np.dtype[Any], spec: RouteSpec, field: str) -> None:
     if dtype not in ROUTE_TYPES:
         names = ", ".join(map(str, ROUTE_TYPES))
         raise InputError.at(f"{field}.dtype", dtype, f"one of {names}")
-    if np.iinfo(dtype).max < spec.num_experts - 1:
+    if HIGHEST_IDS[dtype] < spec.num_experts - 1:
         expected = f"a type that holds the ids of {spec.num_experts} experts"
         raise InputError.at(f"{field}.dtype", dtype, expected)
 

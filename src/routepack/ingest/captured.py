@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from routepack.errors import InputError
 from routepack.ingest.narrow import narrow
 from routepack.ingest.spec import RouteSpec, Selection
+from routepack.kernels.bitcounting import as_words, count_words, make_bit_scratch
 from routepack.kernels.counting import OK, Scratch, count_block, make_scratch
 
 Kept = slice | NDArray[np.int64]  # the rows that are captured
@@ -55,8 +56,12 @@ def read_captured(
 ) -> Captured:
     """The captured rows; `field` and `offset` name them in messages. Raises InputError."""
     source = _Source(rows_NAK, selection, spec, field, offset)
-    kept, partial_rows = _without_holes(source), 0
-    counted = _counted(source, kept)
+    kept: Kept = slice(0, len(rows_NAK))
+    partial_rows = 0
+    counted = _counted(source, kept) if _ends_look_captured(source) else None
+    if counted is None:
+        kept = _without_holes(source)
+        counted = _counted(source, kept)
     if counted is None:
         whole = _without_partial_rows(source, kept)
         partial_rows = len(rows_NAK[kept]) - len(whole)
@@ -66,6 +71,14 @@ def read_captured(
     if selection.dense_D.size:
         _require_empty_dense_layers(source, kept)
     return Captured(kept, *counted, partial_rows)
+
+
+def _ends_look_captured(source: _Source) -> bool:
+    """Whether it is worth counting all rows: a hole is found by that too, unless K is 1."""
+    rows_NAK, moe_L = source.rows_NAK, source.selection.moe_L
+    if source.spec.top_k == 1 or not len(rows_NAK):
+        return False
+    return all(rows_NAK[n, moe_L[0], 0] != rows_NAK[n, moe_L[0], 1] for n in (0, -1))
 
 
 def _without_holes(source: _Source) -> Kept:
@@ -144,6 +157,7 @@ class _Scratches(threading.local):
     """Working memory of a thread; making it anew would cost as much as a short sample."""
 
     def __init__(self) -> None:
+        self.bits = make_bit_scratch()
         self.known: dict[tuple[int, int], Scratch] = {}
 
     def of(self, spec: RouteSpec) -> Scratch:
@@ -158,15 +172,17 @@ _scratches = _Scratches()
 
 def _count(block_nLK: NDArray[Any], spec: RouteSpec) -> NDArray[Any] | None:
     rows, layers, top_k = block_nLK.shape
-    demand_SLE = np.zeros(
-        (1, layers, spec.num_experts), np.uint32
-    )  # faster to count in than 16 bits
+    shape = layers, spec.num_experts
+    if (words_X := as_words(block_nLK)) is not None:
+        demand_LE: NDArray[Any] = np.zeros(shape, np.uint16)
+        return demand_LE if count_words(words_X, demand_LE, *_scratches.bits) else None
+    demand_LE = np.zeros(shape, np.uint32)  # faster to count in than 16 bits
     offsets_S1 = np.array([0, rows])
     top = spec.id_type.type(spec.num_experts - 1)
-    scratch = _scratches.of(spec)
-    code, _ = count_block(block_nLK.reshape(-1), offsets_S1, top_k, top, demand_SLE, *scratch)
+    code, _ = count_block(
+        block_nLK.reshape(-1), offsets_S1, top_k, top, demand_LE[np.newaxis], *_scratches.of(spec)
+    )
     if code == OK:
-        demand_LE: NDArray[Any] = demand_SLE[0]
         return demand_LE.astype(np.uint16) if rows < 2**16 else demand_LE
     _scratches.known.clear()  # of no use after a violation
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class SampleRoutes:
         """N, token rows with a route at every MoE layer."""
         return len(self.captured_NLK)
 
-    @property
+    @cached_property
     def padding(self) -> int:
         """Rows of the payload that belong to no token of the sample."""
         return int(np.count_nonzero(self.provenance_T == PADDING))
@@ -53,7 +54,9 @@ class SampleRoutes:
     @property
     def last_missing(self) -> bool:
         """Whether the last token has no route, as is usual."""
-        tokens_T = self.provenance_T[self.provenance_T != PADDING]
+        tokens_T = self.provenance_T
+        if self.padding:
+            tokens_T = tokens_T[tokens_T != PADDING]
         return bool(tokens_T[-1] == MISSING)
 
     @property
