@@ -11,6 +11,11 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 TOOLS := $(VENV)/tools.stamp
 PACKAGE := $(VENV)/package.stamp
 TORCH := $(VENV)/torch.stamp
+# verl, which `make check` tests in each of these versions, lies beside the environment's packages:
+# its dependencies, which would hold others back, are on the path of its own tests only.
+VERL_VERSIONS := 0.9.0 0.9.1
+VERL := $(VENV)/verl.stamp
+VERL_TESTS := $(patsubst %,tests/integrations/test_verl_%.py,real driver losses)
 # Directories are listed too, so that deleting a module reinstalls.
 SOURCES := $(shell find src -name __pycache__ -prune -o -name '.*' -prune -o -print)
 
@@ -33,8 +38,14 @@ test: $(TORCH) $(PACKAGE)  ## run the tests, without the slow ones
 	@$(KERNELS)
 	$(BIN)/pytest -n $(WORKERS) --benchmark-disable -m "not slow"
 
-check: $(TORCH) $(PACKAGE)  ## run the slow tests and fuzz every property for longer
+# Tests of a file share what its processes found, so a file stays on one worker.
+check: $(TORCH) $(VERL) $(PACKAGE)  ## run the slow tests, also with verl, and fuzz for longer
 	@$(KERNELS)
+	@set -e; for version in $(VERL_VERSIONS); do \
+	  echo "testing with verl $$version"; \
+	  PYTHONPATH=$(CURDIR)/$(VENV)/verl-$$version:$(CURDIR)/$(VENV)/verl ROUTEPACK_TEST_VERL=$$version \
+	  timeout 900 $(BIN)/pytest -n $(WORKERS) --dist loadfile --benchmark-disable $(VERL_TESTS); \
+	done
 	HYPOTHESIS_PROFILE=check $(BIN)/pytest -n $(WORKERS) --benchmark-disable -m "slow or hypothesis"
 
 lint: $(PACKAGE)  ## check style, format, types and the direction of imports
@@ -71,6 +82,16 @@ $(TOOLS): requirements/dev.lock
 $(TORCH): $(TOOLS) requirements/torch.lock
 	@echo "installing PyTorch into $(VENV)"
 	@$(PIP) install --no-deps -r requirements/torch.lock
+	@touch $@
+
+# Fails where a download does, rather than leaving tests out. 
+$(VERL): $(TOOLS) requirements/verl.lock
+	@echo "installing verl $(VERL_VERSIONS) into $(VENV)"
+	@rm -rf $(VENV)/verl $(VERL_VERSIONS:%=$(VENV)/verl-%)
+	@timeout 900 $(PIP) install --no-deps --target $(VENV)/verl -r requirements/verl.lock && \
+	for version in $(VERL_VERSIONS); do \
+	  timeout 300 $(PIP) install --no-deps --target $(VENV)/verl-$$version verl==$$version || exit 1; \
+	done || { echo "verl could not be installed, so make check cannot test with it" >&2; exit 1; }
 	@touch $@
 
 # The old copy goes first, compiled kernels included: numba does not notice a change in a kernel

@@ -131,3 +131,10 @@ def trace(rows: NDArray[Any], *, rank: int = 0, step: int = 7) -> list[dict[str,
         }
         for i, layer in enumerate((1, 2))
     ]
+
+
+def with_id(value: int, *index: int, dtype: str = "int64") -> Any:
+    """MOE with one id replaced."""
+    rows = MOE.astype(dtype)
+    rows[index] = value
+    return rows

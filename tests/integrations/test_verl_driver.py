@@ -10,15 +10,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-NEEDED = ("verl", "torch", "ray", "transfer_queue", "hydra")
-if missing := [name for name in NEEDED if find_spec(name) is None]:
-    pytest.skip(f"needs {', '.join(missing)}, not installed", allow_module_level=True)
+from integrations.verl_helpers import require
+
+require("verl", "torch", "ray", "transfer_queue", "hydra")
 
 SECONDS = 600
 CAP, RANKS, SAMPLES, STEPS = 256, 2, 32, 2

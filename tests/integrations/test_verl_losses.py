@@ -9,16 +9,15 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from integrations.verl_helpers import require
 from routepack.integrations.verl.checks import PACKING_FREE, PER_MICRO_BATCH
 
-if find_spec("verl") is None or find_spec("torch") is None:
-    pytest.skip("needs verl and torch, which are not installed", allow_module_level=True)
+require("verl", "torch")
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,14 @@ import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-if find_spec("verl") is None or find_spec("torch") is None:
-    pytest.skip("needs verl and torch, which are not installed", allow_module_level=True)
+from integrations.verl_helpers import require
+
+require("verl", "torch")
 
 HERE = Path(__file__).parent
 ENTRY_POINTS = [point.name for point in entry_points(group="verl.plugins")]

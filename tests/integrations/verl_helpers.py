@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
+
+import pytest
 
 Config = dict[str, Any]
 ACTOR = "actor_rollout_ref.actor"
@@ -53,3 +58,16 @@ def config_of(**changes: Any) -> Config:
             table = table.setdefault(name, {})
         table[key] = value
     return config
+
+
+def require(*modules: str) -> None:
+    """Skip a test module where one of these is missing; `make check` names the version of verl
+    that it has installed, and there that is an error."""
+    expected = os.environ.get("ROUTEPACK_TEST_VERL")
+    missing = [name for name in modules if find_spec(name) is None]
+    if expected is None and missing:
+        pytest.skip(f"needs {', '.join(missing)}, not installed", allow_module_level=True)
+    if missing:
+        raise ImportError(f"verl {expected} cannot be tested without {', '.join(missing)}")
+    if expected is not None and expected != version("verl"):
+        raise ImportError(f"expected verl {expected}, found {version('verl')}")

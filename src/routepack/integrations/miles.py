@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from routepack.integrations.observe import Metrics
-from routepack.integrations.rollout import Trainer, require_usable, schedules_in
+from routepack.integrations.rollout import EXPECTED, Trainer, require_usable, schedules_in
 
 __all__ = ["check", "log_rollout_data"]
 
@@ -37,8 +37,7 @@ MILES = Trainer(
     "miles",
     "from_miles",
     {
-        "use_dynamic_batch_size": (True, "plans pack by tokens"),
-        "use_rollout_routing_replay": (True, "plans need the routes of the rollout"),
+        **EXPECTED,
         "train_backend": ("megatron", "the other backends make no schedule in the rollout"),
         "delay_split_train_data_by_dp": (False, ON_TRAIN_SIDE),
         "qkv_format": ("thd", "the tokens of a micro-batch are otherwise padded"),

@@ -41,6 +41,12 @@ PARAMETERS = (
     "rollout_indices",
 )
 
+EXPECTED: Mapping[str, tuple[Any, str]] = {
+    "use_dynamic_batch_size": (True, "plans pack by tokens"),
+    "use_rollout_routing_replay": (True, "plans need the routes of the rollout"),
+}
+"""Settings that packing needs in either trainer, by name: value and why."""
+
 
 @dataclass(frozen=True)
 class Trainer:

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from routepack.integrations.observe import Metrics
-from routepack.integrations.rollout import NAME, Trainer, require_usable, schedules_in
+from routepack.integrations.rollout import EXPECTED, NAME, Trainer, require_usable, schedules_in
 
 __all__ = ["check", "log_rollout_data"]
 
@@ -40,10 +40,7 @@ def _log(args: Any, rollout_id: int, metrics: Metrics) -> None:
 SLIME = Trainer(
     "slime",
     "from_slime",
-    {
-        "use_dynamic_batch_size": (True, "plans pack by tokens"),
-        "use_rollout_routing_replay": (True, "plans need the routes of the rollout"),
-    },
+    EXPECTED,
     _log,
 )
 
