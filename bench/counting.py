@@ -1,6 +1,7 @@
 """Counting routes with all checks, next to one unchecked `numpy.bincount` per layer, in one run.
 
 python bench/counting.py [--tokens N] [--layers L] [--top-k K] [--experts E] [--samples S] ...
+python bench/counting.py --builder: what a step of 512 samples of 1,000 tokens costs to observe.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routepack.counting import ID_TYPES, count_routes
+from routepack.ingest import RouteSpec, WindowBuilder, from_rows
 
 POOL_ROWS = 2048  # distinct rows of K experts a layer, from which every token draws
 MIB = 2**20
@@ -108,6 +110,30 @@ def memory(args: argparse.Namespace) -> None:
     print(json.dumps([extra_bytes, demand_SLE.nbytes]))
 
 
+def builder(args: argparse.Namespace) -> None:
+    """Print what reducing the payloads of a step to a window takes, for each type of ids.
+
+    96 different payloads, more than a cache holds, stand for the 512; the least of the repeats.
+    """
+    rows, payloads, samples = 1000, 96, 512
+    make_args = argparse.Namespace(**{**vars(args), "tokens": rows, "samples": 1})
+    routes_NLK, _ = make(make_args)
+    spec = RouteSpec(args.experts, args.top_k, moe_layers=tuple(range(args.layers)))
+    for name in ("uint8", "int16", "int32"):
+        arrays = [routes_NLK.astype(name) for _ in range(payloads)]
+        for threads in (1, 2):
+            walls, cpus = [], []
+            for _ in range(args.repeats):
+                window = WindowBuilder(spec)
+                began, cpu = time.perf_counter(), time.process_time()
+                window.add_all(lambda rows_NLK: from_rows(rows_NLK, rows, spec), arrays,
+                               threads=threads)  # fmt: skip
+                walls.append(time.perf_counter() - began)
+                cpus.append(time.process_time() - cpu)
+            wall_ms, cpu_ms = (min(x) / payloads * samples * 1e3 for x in (walls, cpus))
+            print(f"{name:6} {threads} thread(s)  wall {wall_ms:6.1f} ms  CPU {cpu_ms:6.1f} ms")
+
+
 def main() -> None:
     """Parse the flags and print both comparisons."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -125,7 +151,11 @@ def main() -> None:
     parser.add_argument("--dtype", choices=[str(t) for t in ID_TYPES], default="uint8")
     parser.add_argument("--memory", action="store_true", help="only measure memory, print JSON")
     parser.add_argument("--trace", action="store_true", help="with --memory: by tracemalloc")
+    parser.add_argument("--builder", action="store_true", help="measure WindowBuilder instead")
     args = parser.parse_args()
+    if args.builder:
+        builder(args)
+        return
     if args.memory:
         memory(args)
         return

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ingest.helpers import distinct, said, spec_of
+from ingest.helpers import b64, distinct, npy, said, spec_of
 from ingest.reference import Model, of_rows
 from routepack.ingest import (
     RouteSpec,
@@ -65,18 +63,6 @@ def recordings(draw: st.DrawFn) -> tuple[Model, Rows, int]:
     if fill == 0:
         return model, rows.astype(draw(st.sampled_from(["uint8", "uint16", "int64"]))), tokens
     return model, rows.astype(draw(st.sampled_from(["int16", "int32", "int64"]))), tokens
-
-
-def b64(array: Rows) -> str:
-    """Base64 of bare ids."""
-    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-
-
-def npy(array: Rows) -> str:
-    """Base64 of a .npy file."""
-    file = io.BytesIO()
-    np.save(file, array)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def halves(rows: Rows, tokens: int, spec: RouteSpec) -> SampleRoutes:
