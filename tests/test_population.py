@@ -221,12 +221,18 @@ def test_the_archive_takes_a_placement_with_its_layout() -> None:
 # Annealing
 
 
+def given_seed(instance: Instance) -> Seed:
+    """The layout of the instance."""
+    measured = instance.problem.measure(instance.static, instance.cell_S)
+    return Seed(instance.cell_S, "given", measured)
+
+
 def annealed(instance: Instance, threads: int, seed: int, evaluations: int = 400) -> Archive:
     """The archive after annealing three chains from the layout of the instance."""
     archive = archive_of(instance, instance.cell_S)
     phase = Phase(a_meter(evaluations), 1.0)
-    energy = instance.problem.measure(instance.static, instance.cell_S).energy
-    seeds = [Seed(instance.cell_S, "given", energy)] * 3
+    seeds = [given_seed(instance)] * 3
+    energy = seeds[0].measured.energy
     with ThreadPoolExecutor(threads) as pool:
         anneal(
             instance.problem, instance.static, seeds, archive, phase,
@@ -265,7 +271,7 @@ def test_annealing_stops_when_told() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         anneal(
-            instance.problem, instance.static, [Seed(instance.cell_S, "given", 1.0)], archive,
+            instance.problem, instance.static, [given_seed(instance)], archive,
             phase, hot=1.0, cold=0.1, stream=(0, 1, 0), pool=pool, stop=stop,
         )  # fmt: skip
     assert asked == [2500, 5000, 7500]  # of 60,000 in 24 steps
@@ -278,7 +284,7 @@ def test_annealing_spends_its_budget() -> None:
     phase = Phase(a_meter(6_000), 1.0)
     with ThreadPoolExecutor(1) as pool:
         anneal(
-            instance.problem, instance.static, [Seed(instance.cell_S, "given", 1.0)] * 2, archive,
+            instance.problem, instance.static, [given_seed(instance)] * 2, archive,
             phase, hot=1.0, cold=0.1, stream=(0, 1, 0), pool=pool,
         )  # fmt: skip
     assert phase.evaluations == 6_000

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from routepack.cost import DEFAULT
+from routepack.kernels.layout import Static
 from routepack.placement import identity
 from routepack.problem import Problem
 from routepack.seeds import GATE, Seed, canonical, diverse, make_seeds, sketch
@@ -123,8 +124,8 @@ def test_seeds_are_feasible_canonical_and_good(instance: Instance, count: int, s
     for s in seeds:
         assert problem.fits(s.cell_S)
         assert canonical(problem, s.cell_S).tolist() == s.cell_S.tolist()
-        assert problem.measure(static, s.cell_S).energy == s.energy
-        assert s.energy <= GATE * seeds[0].energy
+        assert problem.measure(static, s.cell_S).energy == s.measured.energy
+        assert s.measured.energy <= GATE * seeds[0].measured.energy
         assert first <= problem.measure(static, s.cell_S).score.key
     assert first <= problem.measure(static, instance.cell_S).score.key
 
@@ -162,6 +163,12 @@ def test_every_generator_contributes() -> None:
     }  # fmt: skip
 
 
+def numbered(problem: Problem, static: Static, layouts: list[list[int]]) -> list[Seed]:
+    """Seeds whose generator is their place."""
+    cells = [np.array(layout, np.int32) for layout in layouts]
+    return [Seed(c_S, str(k), problem.measure(static, c_S)) for k, c_S in enumerate(cells)]
+
+
 @given(instances(), st.integers(1, 5), st.data())
 def test_diverse_picks_are_distinct(instance: Instance, count: int, data: st.DataObject) -> None:
     """From a list of different layouts, best first, it takes the first and `count` in all, none
@@ -170,7 +177,7 @@ def test_diverse_picks_are_distinct(instance: Instance, count: int, data: st.Dat
     orders = data.draw(
         st.lists(st.permutations(instance.cell_S.tolist()), min_size=1, max_size=8, unique_by=tuple)
     )
-    seeds = [Seed(np.array(cells, np.int32), str(k), float(k)) for k, cells in enumerate(orders)]
+    seeds = numbered(problem, static, orders)
     chosen = [int(s.generator) for s in diverse(problem, static, seeds, count)]
     assert chosen[0] == 0
     assert chosen == sorted(set(chosen))
@@ -185,5 +192,5 @@ def test_diverse_takes_the_farthest() -> None:
     problem = Problem(window, topology, DEFAULT.resolve(window, topology, 9), 9, 2)
     static = problem.static(np.array([[0, 1]], np.int32))
     layouts = [[0, 1, 2, 3], [2, 3, 0, 1], [0, 2, 1, 3]]
-    seeds = [Seed(np.array(cells, np.int32), str(k), float(k)) for k, cells in enumerate(layouts)]
+    seeds = numbered(problem, static, layouts)
     assert [s.generator for s in diverse(problem, static, seeds, 2)] == ["0", "2"]

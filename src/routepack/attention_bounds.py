@@ -53,11 +53,15 @@ def attention_lift(
     order_S = np.argsort(-lengths_S, kind="stable")
     lengths_S, work_S = lengths_S[order_S], work_S[order_S]
     height_c = np.repeat(_least_works(lengths_S, work_S, token_cap, cells)[::width], width)
-    lift = 0.0
+    best: tuple[float, Float64, Float64] = (0.0, work_S, work_S)
     for value_S in _values(lengths_S, work_S, token_cap, cells, width):
         content_c = -np.sort(-_most_values(lengths_S, value_S, token_cap, cells))[:cells]
         short_c = np.maximum(height_c - content_c, 0.0)
-        lift = max(lift, math.fsum([*short_c.tolist(), *(value_S - work_S).tolist()]))
+        more_S = value_S - work_S
+        about = float(short_c.sum() + more_S.sum())
+        if about > best[0]:
+            best = (about, short_c, more_S)
+    lift = math.fsum([*best[1].tolist(), *best[2].tolist()]) if best[0] > 0 else 0.0
     return lift / width if lift > NOISE * float(work_S.sum()) else 0.0
 
 

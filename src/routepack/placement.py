@@ -179,7 +179,7 @@ def relabel(
         if not alike:
             name_R = np.arange(ranks)
         elif nodes is None:
-            name_R = _names_R(stay_RR, ranks)
+            name_R = linear_sum_assignment(stay_RR, maximize=True)[1]
         else:
             seated_RR = stay_RR[np.ix_(nodes.rank_R, nodes.rank_R)]
             named_R = _names_R(seated_RR, nodes.ranks)[nodes.seat_R]

@@ -165,7 +165,7 @@ def anneal(
     chains = [
         Chain(
             problem, static, problem.state(static, s.cell_S), stream_key(*stream, k),
-            s.cell_S.copy(), np.array([s.energy, s.energy, 0.0, 0.0]),
+            s.cell_S.copy(), np.array([*[s.measured.energy] * 2, 0.0, 0.0]),
         )
         for k, s in enumerate(seeds)
     ]  # fmt: skip

@@ -124,16 +124,14 @@ class Problem:
         length_rank_S = np.empty(samples, np.int32)
         length_rank_S[by_length_S] = np.arange(samples, dtype=np.int32)
         demand_SLE = self.window.demand_SLE
-        expert_LRi = np.argsort(rank_LE, axis=1, kind="stable").astype(np.int32)
+        expert_LRi = np.argsort(rank_LE, axis=1, kind="stable").astype(np.uint32)
         expert_LRi = expert_LRi.reshape(len(rank_LE), self.topology.ep, -1)
         layers = self.window.layers + -self.window.layers % LANES
         placed_SRL = np.zeros((samples + 1, self.topology.ep, layers), self.load)
-        placed_LRS = np.empty(placed_SRL.shape[::-1], self.load)
-        placed_LRS[:, :, samples] = 0
+        placed_LRS = np.zeros(placed_SRL.shape[::-1], self.load)
 
         def place(part: slice) -> None:
-            place_demand(placed_SRL[part], demand_SLE[part], expert_LRi)
-            placed_LRS[:, :, part] = placed_SRL[part].transpose(2, 1, 0)
+            place_demand(placed_SRL, placed_LRS, part.start, demand_SLE[part], expert_LRi)
 
         over_slices(samples, threads, place)
         rules = self.rules

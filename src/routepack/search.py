@@ -92,9 +92,8 @@ class Task:
             SEED_ATTEMPTS,
             lambda: meter.spent > enough_at,
         )
-        measured = [problem.measure(static, s.cell_S) for s in first]
-        lead = min(range(len(first)), key=lambda k: measured[k].key)
-        archive = Archive(problem, meter, rank_LE, first[lead].cell_S, measured[lead])
+        lead = min(first, key=lambda seed: seed.measured.key)
+        archive = Archive(problem, meter, rank_LE, lead.cell_S, lead.measured)
         return cls(problem, packed_S, static, archive, first, first, archive.cell_S)
 
     def pack(
@@ -114,7 +113,7 @@ class Task:
         if foresee:
             goal = goal._replace(expert=FORESEEN * goal.expert)
             draft = draft.under(goal)
-            seeds = [replace(s, energy=problem.measure(goal, s.cell_S).energy) for s in seeds]
+            seeds = [replace(s, measured=problem.measure(goal, s.cell_S)) for s in seeds]
         if phase.start < phase.until:  # else a deadline has passed, and setting up costs time
             anneal(
                 problem, goal, seeds, draft, phase, hot=spent.hot * unit, cold=spent.cold * unit,
@@ -126,8 +125,7 @@ class Task:
 
     def reseed(self) -> None:
         """Go on from the best."""
-        energy = self.problem.measure(self.static, self.archive.cell_S).energy
-        self.seeds = [Seed(self.archive.cell_S, "archive", energy)]
+        self.seeds = [Seed(self.archive.cell_S, "archive", self.archive.measured)]
         self.draft_S = self.archive.cell_S
 
 

@@ -23,7 +23,7 @@ from routepack.layouts import (
     karmarkar_karp_cells,
     lightest_layout,
 )
-from routepack.problem import Problem
+from routepack.problem import Measured, Problem
 
 GATE = 1.10  # seeds within this factor of the best seed's cost are kept
 DIRECTIONS = 16  # of the sliced-Wasserstein sketch
@@ -31,11 +31,11 @@ DIRECTIONS = 16  # of the sliced-Wasserstein sketch
 
 @dataclass(frozen=True, eq=False)
 class Seed:
-    """A layout, the generator it comes from and its energy."""
+    """A layout, the generator it comes from and what it measures."""
 
     cell_S: NDArray[np.int32]
     generator: str
-    energy: float
+    measured: Measured
 
 
 def make_seeds(
@@ -56,17 +56,15 @@ def make_seeds(
         *_generate(problem, static, rng, attempts, enough),
     ]
     seeds: dict[bytes, Seed] = {}
-    keys: dict[bytes, tuple[float, ...]] = {}
     for generator, cell_S in candidates:
         if problem.fits(cell_S):
             cell_S = canonical(problem, cell_S)
             key = cell_S.tobytes()
             if key not in seeds:
-                measured = problem.measure(static, cell_S)
-                seeds[key] = Seed(cell_S, generator, measured.energy)
-                keys[key] = measured.key
-    ranked = [seeds[key] for key in sorted(seeds, key=lambda key: keys[key])]
-    good = [seed for seed in ranked if seed.energy <= GATE * ranked[0].energy]
+                seeds[key] = Seed(cell_S, generator, problem.measure(static, cell_S))
+    ranked = sorted(seeds.values(), key=lambda seed: seed.measured.key)
+    gate = GATE * ranked[0].measured.energy
+    good = [seed for seed in ranked if seed.measured.energy <= gate]
     chosen = diverse(problem, static, good, count)
     return [chosen[k % len(chosen)] for k in range(count)]
 

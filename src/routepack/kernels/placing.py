@@ -8,39 +8,57 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from routepack.kernels.jit import PerLoad, kernel
+from routepack.kernels.jit import PerLoad, inlined, kernel
 
 _READ_U16 = types.Array(types.uint16, 3, "C", readonly=True)
 _READ_U32 = types.Array(types.uint32, 3, "C", readonly=True)
+TILE = 16  # samples, and layers, that are transposed at once: each row is a cache line of loads
 
 
-def _place(placed_SRL, demand_SLE, expert_LRi):  # type: ignore[no-untyped-def]
+def _place(placed_SRL, placed_LRS, first, demand_SLE, expert_LRi):  # type: ignore[no-untyped-def]
     samples, layers, _ = demand_SLE.shape
     _, ranks, per_rank = expert_LRi.shape
-    for s in range(samples):
-        for layer in range(layers):
-            demand_E = demand_SLE[s, layer]
-            for r in range(ranks):
-                total = placed_SRL.dtype.type(0)
-                for i in range(per_rank):
-                    total += demand_E[expert_LRi[layer, r, i]]
-                placed_SRL[s, r, layer] = total
+    for start in range(0, samples, TILE):
+        end = min(start + TILE, samples)
+        for s in range(start, end):
+            for layer in range(layers):
+                demand_E = demand_SLE[s, layer]
+                for r in range(ranks):
+                    total = placed_SRL.dtype.type(0)
+                    for i in range(per_rank):
+                        total += demand_E[expert_LRi[layer, r, i]]  # unsigned: not from the end
+                    placed_SRL[first + s, r, layer] = total
+        for r in range(ranks):
+            for lowest in range(0, layers, TILE):
+                for s in range(start, end):
+                    for layer in range(lowest, min(lowest + TILE, layers)):
+                        placed_LRS[layer, r, first + s] = placed_SRL[first + s, r, layer]
 
 
 _place_u16 = PerLoad(
-    _place, lambda load: types.void(load[:, :, ::1], _READ_U16, types.int32[:, :, ::1])
+    _place,
+    lambda load: types.void(
+        load[:, :, ::1], load[:, :, ::1], types.int64, _READ_U16, types.uint32[:, :, ::1]
+    ),
 )
 _place_u32 = PerLoad(
-    _place, lambda load: types.void(load[:, :, ::1], _READ_U32, types.int32[:, :, ::1])
+    _place,
+    lambda load: types.void(
+        load[:, :, ::1], load[:, :, ::1], types.int64, _READ_U32, types.uint32[:, :, ::1]
+    ),
 )
 
 
 def place_demand(
-    placed_SRL: NDArray[Any], demand_SLE: NDArray[Any], expert_LRi: NDArray[np.int32]
+    placed_SRL: NDArray[Any],
+    placed_LRS: NDArray[Any],
+    first: int,
+    demand_SLE: NDArray[Any],
+    expert_LRi: NDArray[np.uint32],
 ) -> None:
-    """Write the routed tokens of each sample on each EP rank to placed_SRL."""
+    """Write the routed tokens of samples from `first` on, on each EP rank, to both arrays."""
     place = _place_u16 if demand_SLE.dtype == np.uint16 else _place_u32
-    place(placed_SRL, demand_SLE, expert_LRi)
+    place(placed_SRL, placed_LRS, first, demand_SLE, expert_LRi)
 
 
 @kernel("void(int64[:,::1], int64, int32[:,::1])")
@@ -65,8 +83,17 @@ def longest_first(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
             held[best] += 1
 
 
-@kernel("void(int64[:,::1], int64, int32[:,::1])")
-def swap_descent(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
+@inlined
+def pair_up(load_i, first_k, second_k):  # type: ignore[no-untyped-def]
+    """Twice the load of i, and of j, for every pair [i, j]."""
+    per_rank = len(load_i)
+    for i in range(per_rank):
+        for j in range(per_rank):
+            first_k[i * per_rank + j] = 2 * load_i[i]
+            second_k[i * per_rank + j] = 2 * load_i[j]
+
+
+def _swap_descent(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
     """Swap experts between two ranks while that brings their loads nearer to each other.
 
     Pair of ranks by pair of ranks, in order, the swap that leaves them nearest is made, until no
@@ -75,9 +102,13 @@ def swap_descent(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
     """
     layers, experts = demand_LE.shape
     per_rank = experts // ranks
-    load_R = np.zeros(ranks, np.int64)
+    number = demand_LE.dtype.type
+    load_R = np.zeros(ranks, demand_LE.dtype)
     member_Ri = np.zeros((ranks, per_rank), np.int64)
-    load_Ri = np.zeros((ranks, per_rank), np.int64)
+    load_Ri = np.zeros((ranks, per_rank), demand_LE.dtype)
+    # Twice the loads of all pairs of experts [i, j]: one long loop looks at a pair of ranks.
+    first_Rk = np.zeros((ranks, per_rank * per_rank), demand_LE.dtype)
+    second_Rk = np.zeros((ranks, per_rank * per_rank), demand_LE.dtype)
     changed_R = np.zeros(ranks, np.int64)  # the visit at which a rank last changed
     seen_RR = np.zeros((ranks, ranks), np.int64)  # the visit that last left a pair as it was
     for layer in range(layers):
@@ -90,6 +121,8 @@ def swap_descent(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
             load_Ri[r, held_R[r]] = demand_E[e]
             held_R[r] += 1
             load_R[r] += demand_E[e]
+        for r in range(ranks):
+            pair_up(load_Ri[r], first_Rk[r], second_Rk[r])
         settled = 0  # pairs in a row without a swap
         pairs = ranks * (ranks - 1) // 2
         visit = 0
@@ -103,12 +136,14 @@ def swap_descent(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
                     if seen_RR[x, y] >= max(changed_R[x], changed_R[y]):
                         continue  # as it was when no swap was found
                     seen_RR[x, y] = visit
-                    apart = load_R[x] - load_R[y]
-                    best = abs(apart)
-                    for i in range(per_rank):  # the least first, without branches
-                        for j in range(per_rank):
-                            left = abs(apart - 2 * (load_Ri[x, i] - load_Ri[y, j]))
-                            best = left if left < best else best
+                    apart = number(load_R[x] - load_R[y])
+                    best = number(abs(apart))
+                    if best <= 1:
+                        continue  # a swap leaves an odd difference odd, an even one even
+                    for k in range(per_rank * per_rank):  # the least first, without branches
+                        left = number(apart - number(first_Rk[x, k] - second_Rk[y, k]))
+                        left = left if left >= 0 else number(-left)
+                        best = left if left < best else best
                     if best == abs(apart):
                         continue
                     i = j = 0
@@ -121,8 +156,22 @@ def swap_descent(demand_LE, ranks, rank_LE):  # type: ignore[no-untyped-def]
                     load_R[y] += moved
                     load_Ri[x, i], load_Ri[y, j] = load_Ri[y, j], load_Ri[x, i]
                     member_Ri[x, i], member_Ri[y, j] = member_Ri[y, j], member_Ri[x, i]
+                    for r in (x, y):
+                        pair_up(load_Ri[r], first_Rk[r], second_Rk[r])
                     changed_R[x] = changed_R[y] = visit + 1
                     settled = 0
         for r in range(ranks):
             for i in range(per_rank):
                 rank_E[member_Ri[r, i]] = r
+
+
+_swap_descent_of = PerLoad(
+    _swap_descent, lambda load: types.void(load[:, ::1], types.int64, types.int32[:, ::1]),
+    allocates=True,
+)  # fmt: skip
+
+
+def swap_descent(demand_LE: NDArray[Any], ranks: int, rank_LE: NDArray[np.int32]) -> None:
+    """Lower `rank_LE` in place, in 32 bits where four times a layer's demand fits them."""
+    narrow = 4 * int(demand_LE.sum(axis=1).max(initial=0)) < 2**31
+    _swap_descent_of(demand_LE.astype(np.int32 if narrow else np.int64), ranks, rank_LE)
