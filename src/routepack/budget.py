@@ -66,6 +66,10 @@ class Meter:
             return 1.0
         return min(1.0, (time.perf_counter() - self.search_started) / self.search_seconds)
 
+    def leaves(self, until: float, seconds: float) -> bool:
+        """Whether a deadline leaves so many seconds once a share of the budget is spent."""
+        return self.budget.seconds is None or (1 - until) * self.search_seconds >= seconds
+
     @property
     def search_seconds(self) -> float:
         """Seconds between the start of the search and its deadline."""

@@ -7,6 +7,7 @@ and the placement is made for the groups of all.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -68,6 +69,8 @@ class Task:
     first: list[Seed]
     seeds: list[Seed]
     draft_S: NDArray[np.int32]
+    static_seconds: float
+    """What counting the loads of a placement takes."""
 
     @classmethod
     def start(
@@ -82,7 +85,9 @@ class Task:
         stream: tuple[int, ...],
     ) -> Task:
         """Make seeds under a placement, until `enough_at` of the budget is spent."""
+        started = time.perf_counter()
         static = problem.static(rank_LE, threads)
+        seconds = time.perf_counter() - started
         first = make_seeds(
             problem,
             static,
@@ -94,7 +99,7 @@ class Task:
         )
         lead = min(first, key=lambda seed: seed.measured.key)
         archive = Archive(problem, meter, rank_LE, lead.cell_S, lead.measured)
-        return cls(problem, packed_S, static, archive, first, first, archive.cell_S)
+        return cls(problem, packed_S, static, archive, first, first, archive.cell_S, seconds)
 
     def pack(
         self,
@@ -161,7 +166,10 @@ def search(
         for k, spent in enumerate(rounds):
             if stopped():
                 break
-            places = spent.place_until > spent.pack_until
+            # A placement brings other loads; a deadline must leave the time to count them.
+            places = spent.place_until > spent.pack_until and meter.leaves(
+                spent.place_until, sum(task.static_seconds for task in tasks)
+            )
             start = meter.spent
             for n, task in enumerate(tasks):
                 until = start + (spent.pack_until - start) * share[n + 1]
