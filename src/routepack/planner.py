@@ -23,6 +23,7 @@ from routepack.plan import (
     METHODS,
     Plan,
     Search,
+    WindowKey,
     validate_placement,
 )
 from routepack.requirements import NONE, Requirements
@@ -82,6 +83,7 @@ def make_plan(
         current_LE = validate_placement(
             "current_placement", current_placement, window.layers, window.experts
         )
+    WindowKey.of(window)  # hashes a window once: the search must know what is left of a deadline
     clock.lap("setup")
 
     # 2. Rows first: a window that cannot be packed needs no placement.
