@@ -94,12 +94,14 @@ def allowed_seconds(seconds: float) -> float:
     return ALLOWED_SECONDS + ALLOWED_SHARE * seconds
 
 
-def median_ratio(runs: Sequence[Run], name: str, seconds: float) -> float | None:
-    """Over the search seeds, on the window that references are for; None without one."""
+def median_ratio(
+    runs: Sequence[Run], name: str, seconds: float, window_seed: int = 0
+) -> float | None:
+    """Over the search seeds, by default on the window that references are for; None without one."""
     ratios = [
         run.ratio
         for run in runs
-        if (run.workload.name, run.window_seed, run.seconds) == (name, 0, seconds)
+        if (run.workload.name, run.window_seed, run.seconds) == (name, window_seed, seconds)
     ]
     return statistics.median(ratios) if ratios else None
 
@@ -133,13 +135,15 @@ def failures(runs: Sequence[Run]) -> list[str]:
 
 
 def quality(runs: Sequence[Run], deadlines: Sequence[float]) -> str:
-    """A table with a line for each workload, its first window only."""
+    """A table with a line for each workload: its first window, then the others."""
     columns: list[tuple[str, float | str]] = []
     for seconds in deadlines:
         columns.append((f"{seconds:g} s", seconds))
         if seconds in REFERENCES:
             columns.append((f"ref. {seconds:g} s", REFERENCES[seconds][0]))
     columns.append(("ref. best", "best"))
+    others = sorted({run.window_seed for run in runs} - {0})
+    shown = [seconds for seconds in deadlines if seconds in REFERENCES] if others else []
     lines = []
     for name, workload in {run.workload.name: run.workload for run in runs}.items():
         values = [
@@ -148,8 +152,14 @@ def quality(runs: Sequence[Run], deadlines: Sequence[float]) -> str:
             else (workload.reference or {}).get(key)
             for _, key in columns
         ]
-        lines.append([name, *("" if value is None else f"{value:.4f}" for value in values)])
-    return table(["workload", *(title for title, _ in columns)], lines)
+        cells = ["" if value is None else f"{value:.4f}" for value in values]
+        for seconds in shown:
+            found = [median_ratio(runs, name, seconds, seed) for seed in others]
+            cells.append(" ".join(f"{ratio:.4f}" for ratio in found if ratio is not None))
+        lines.append([name, *cells])
+    titles = [title for title, _ in columns]
+    titles += [f"windows {others[0]}-{others[-1]}, {seconds:g} s" for seconds in shown]
+    return table(["workload", *titles], lines)
 
 
 def punctuality(runs: Sequence[Run], deadlines: Sequence[float]) -> str:
@@ -203,8 +213,8 @@ def main() -> None:
         runs += run(workload, seed, window, args.seconds, args.search_seeds, args.threads)
         print(f"{workload.name} seed {seed}: {runs[-1].ratio:.4f}", file=sys.stderr)
     about = (
-        f"Slowest shard / analytic bound, median of {args.search_seeds} search seed(s), on window "
-        f"seed 0; planning is part of a deadline."
+        f"Slowest shard / analytic bound, median of {args.search_seeds} search seed(s); planning "
+        f"is part of a deadline. References are for window seed 0."
     )
     late = (
         f"Every window: {args.seeds} of a generated workload, {args.search_seeds} search seed(s) "

@@ -2,7 +2,8 @@
 
 python -m bench.report [--only NAME ...] [--quick] [--out FILE]
 
-Exits with 1 where a check failed. Run it on a quiet machine: the searches have deadlines.
+With --only the other tables of the file stay as they are. Exits with 1 where a check failed. Run it
+on a quiet machine: the searches have deadlines.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -22,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Script(NamedTuple):
-    """A benchmark: its module in bench/, its flags, and those of a quick run that shows it works.
+    """A table: its name, the flags of its module, and those of a quick run that shows it works.
 
     What a script prints is Markdown, or else plain text; its progress goes to stderr.
     """
@@ -31,6 +33,8 @@ class Script(NamedTuple):
     flags: str
     quick: str
     markdown: bool = True
+    module: str = ""
+    """In bench/; default: the name."""
 
 
 SCRIPTS = (
@@ -41,12 +45,15 @@ SCRIPTS = (
         "--check",
         "moonlight-gsm8k --seeds 2 --evaluations 200000 --seconds 0.1",
     ),
+    Script("anytime", "--check", "moonlight-gsm8k --seeds 1 --seconds 0.05 0.25"),
     Script(
-        "anytime",
-        "--seeds 2 --check",
-        "moonlight-gsm8k --seeds 1 --seconds 0.05 0.25",
+        "anytime, 60 s",
+        "--seconds 60 --seeds 1 --check",
+        "moonlight-gsm8k --seconds 0.3 --seeds 1",
+        module="anytime",
     ),
-    Script("scaling", "--long 4 --check", "S512-L48-R16 --long 0.5 --check"),
+    Script("scaling", "--check", "S512-L48-R16 --long 0.5 --check"),
+    Script("requirements", "--evaluations 800000 --check", "moonlight-gsm8k --evaluations 20000"),
     Script("packing_alone", "--observe --check", "moonlight-gsm8k --seconds 0.2 --check"),
     Script("rows", "", "--seeds 2"),
     Script("bounds", "", "moonlight-gsm8k --tiny 1"),
@@ -89,6 +96,12 @@ def machine() -> str:
     return f"{model}, {cores} cores, Python {platform.python_version()}, {packages}"
 
 
+def sections(text: str) -> dict[str, str]:
+    """The tables of a results file, by name."""
+    parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]
+    return {part.splitlines()[0].removeprefix("## "): part for part in parts}
+
+
 def main() -> None:
     """Run the scripts one after another and write their output down."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -97,24 +110,28 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small runs that only show it works")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results.md")
     args = parser.parse_args()
-    parts = [f"# Results\n\n{machine()}. What each table shows: [README.md](README.md)."]
+    head = f"# Results\n\n{machine()}. What each table shows: [README.md](README.md)."
+    parts = {} if args.only == names or not args.out.exists() else sections(args.out.read_text())
     failed = []
     for script in SCRIPTS:
         if script.name not in args.only:
             continue
         flags = shlex.split(script.quick if args.quick else script.flags)
-        command = shlex.join(["python", "-m", f"bench.{script.name}", *flags])
+        module = f"bench.{script.module or script.name}"
+        command = shlex.join(["python", "-m", module, *flags])
         print(command, file=sys.stderr)
         done = subprocess.run(
-            [sys.executable, "-m", f"bench.{script.name}", *flags],
+            [sys.executable, "-m", module, *flags],
             check=False, cwd=ROOT, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         if done.returncode:
             failed.append(script.name)
         text = done.stdout.strip()
-        parts.append(f"## {script.name}\n\n    {command}\n")
-        parts.append(text if script.markdown else f"```\n{text}\n```")
-    args.out.write_text("\n\n".join(part.strip("\n") for part in parts) + "\n")
+        text = text if script.markdown else f"```\n{text}\n```"
+        parts[script.name] = f"## {script.name}\n\n    {command}\n\n{text}\n"
+    order = [*(name for name in names if name in parts), *(n for n in parts if n not in names)]
+    found = [head, *(parts[name].strip("\n") for name in order)]
+    args.out.write_text("\n\n".join(found) + "\n")
     print(f"wrote {args.out}", file=sys.stderr)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
