@@ -55,6 +55,7 @@ SCRIPTS = (
     Script("scaling", "--check", "S512-L48-R16 --long 0.5 --check"),
     Script("requirements", "--evaluations 800000 --check", "moonlight-gsm8k --evaluations 20000"),
     Script("packing_alone", "--observe --check", "moonlight-gsm8k --seconds 0.2 --check"),
+    Script("stages", "", "moonlight-gsm8k --evaluations 20000"),
     Script("rows", "", "--seeds 2"),
     Script("bounds", "", "moonlight-gsm8k --tiny 1"),
     Script(
