@@ -33,6 +33,17 @@ class Case:
     token_cap: int
 
 
+def even_window(**fields: Any) -> Window:
+    """16 samples of 5 to 20 tokens in 8 prompts of two, tags 0 and 1 by halves."""
+    rng = np.random.default_rng(4)
+    lengths_S = rng.integers(5, 21, 16)
+    fields = {"group_S": np.arange(16) // 2, "tag_S": np.arange(16) // 8} | fields
+    return random_window(rng, lengths_S, 2, 8, 2, **fields)
+
+
+EVEN = Case(even_window(), Topology.of(dp=2, ep=4, edp=1), 50)
+
+
 @st.composite
 def cases(draw: st.DrawFn, *, max_groups: int = 8, experts: int = 8) -> Case:
     """Prompts of one to three samples, mostly of equal size and one tag, on 1 to 4 DP ranks."""
