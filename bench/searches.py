@@ -23,10 +23,9 @@ from routepack import planner, population
 from routepack import search as planner_search
 from routepack.budget import Budget, Phase
 from routepack.kernels.layout import TOTAL_WEIGHT, Static
-from routepack.kernels.rng import stream_key
 from routepack.kernels.sweep import ACCEPTED, EVALUATED
 from routepack.plan import Plan
-from routepack.population import Archive, Chain, anneal
+from routepack.population import Archive, Chain, anneal, chains_from
 from routepack.problem import Problem
 from routepack.seeds import Seed
 from routepack.window import Window
@@ -68,7 +67,7 @@ def descend(
     A chain that has stalled goes back to its best layout, which is shaken by a short sweep far
     above the temperatures of annealing, and descends again.
     """
-    chains = _chains(problem, static, seeds, stream)
+    chains = chains_from(problem, static, seeds, stream)
     kick = max(1, round(KICK_PROPOSALS * problem.window.samples))
     best_K, idle_K = [chain.best for chain in chains], [0] * len(chains)
     while (proposals := phase.next_step(len(chains), CHECKS)) > 0:
@@ -108,7 +107,9 @@ def temper(
     Metropolis rule on the product of their distributions, even and odd pairs in turn.
     """
     ladder_K = cold * (hot / cold) ** np.linspace(0.0, 1.0, REPLICAS)
-    replicas = _chains(problem, static, [seeds[k % len(seeds)] for k in range(REPLICAS)], stream)
+    replicas = chains_from(
+        problem, static, [seeds[k % len(seeds)] for k in range(REPLICAS)], stream
+    )
     at_K = list(replicas)  # the replica at each temperature
     rng = np.random.default_rng(stream)
     first = 0
@@ -137,18 +138,6 @@ def exchange_odds(
     replicas where they are, at most 1.
     """
     return math.exp(min(0.0, (energy - energy_2) * (1 / temperature - 1 / temperature_2)))
-
-
-def _chains(
-    problem: Problem, static: Static, seeds: Sequence[Seed], stream: tuple[int, ...]
-) -> list[Chain]:
-    return [
-        Chain(
-            problem, static, problem.state(static, seed.cell_S), stream_key(*stream, k),
-            seed.cell_S.copy(), np.array([seed.energy, seed.energy, 0.0, 0.0]),
-        )
-        for k, seed in enumerate(seeds)
-    ]  # fmt: skip
 
 
 def _offer(chains: Sequence[Chain], static: Static, archive: Archive) -> None:

@@ -145,6 +145,19 @@ class Chain:
             self.results[BEST] = other.results[BEST]
 
 
+def chains_from(
+    problem: Problem, static: Static, seeds: Sequence[Seed], stream: tuple[int, ...]
+) -> list[Chain]:
+    """A chain at each seed, with random numbers of its own."""
+    chains = []
+    for k, seed in enumerate(seeds):
+        results = np.zeros(RESULTS)
+        results[[ENERGY, BEST]] = seed.measured.energy
+        state, key = problem.state(static, seed.cell_S), stream_key(*stream, k)
+        chains.append(Chain(problem, static, state, key, seed.cell_S.copy(), results))
+    return chains
+
+
 def anneal(
     problem: Problem,
     static: Static,
@@ -162,14 +175,7 @@ def anneal(
 
     The best layouts are offered to the archive. `stream` names the random numbers to use.
     """
-    chains = [
-        Chain(
-            problem, static, problem.state(static, s.cell_S), stream_key(*stream, k),
-            s.cell_S.copy(), np.array([*[s.measured.energy] * 2, 0.0, 0.0]),
-        )
-        for k, s in enumerate(seeds)
-    ]  # fmt: skip
-    assert all(len(chain.results) == RESULTS for chain in chains)
+    chains = chains_from(problem, static, seeds, stream)
     rng = np.random.default_rng(stream)
     shards, width = problem.topology.edp, problem.topology.ranks_per_shard
     mean_work = max(1e-300, float(problem.work_S.sum()) / problem.cells / len(static.linear_T))
