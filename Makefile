@@ -84,7 +84,7 @@ $(TORCH): $(TOOLS) requirements/torch.lock
 	@$(PIP) install --no-deps -r requirements/torch.lock
 	@touch $@
 
-# Fails where a download does, rather than leaving tests out. 
+# Fails where a download does, rather than leaving tests out.
 $(VERL): $(TOOLS) requirements/verl.lock
 	@echo "installing verl $(VERL_VERSIONS) into $(VENV)"
 	@rm -rf $(VENV)/verl $(VERL_VERSIONS:%=$(VENV)/verl-%)

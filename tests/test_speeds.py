@@ -15,9 +15,11 @@ from routepack import Budget, CostModel, InputError, Requirements, Topology, Win
 from routepack.bounds import best_bound
 from routepack.cost import AttentionStage
 from routepack.files import read_plan
+from routepack.integrations.observe import measure
 from routepack.objective import score
 from routepack.placement import identity
 from routepack.plan import Plan
+from routepack.planset import PlanSet
 from routepack.verify import verify
 from strategies import SEEDS, Instance, instances, random_window
 
@@ -150,6 +152,43 @@ def test_plans_of_any_speeds_hold(instance: Instance, seed: int) -> None:
     assert verify(instance.window, made) == []
 
 
+def test_a_limit_is_met_however_fast_ranks_are() -> None:
+    """The limit counts routed tokens: one that is met where ranks are alike (1.02 times balance)
+    is met where one is at half speed."""
+    rng = np.random.default_rng(7)
+    window = random_window(rng, rng.integers(5, 30, 40), 3, 16, 2)
+    balanced = window.top_k * int(window.lengths_S.sum()) / (4 * 2)  # in two rows
+    required = Requirements(memory_limit_tokens=int(1.06 * balanced))
+    for speed in (None, (1.0, 1.0, 1.0, 0.5)):
+        _, made = planned(CostModel((STAGE,), ep_speed=speed), requirements=required)
+        assert len(made.rows) == 2
+
+
+def test_slow_dp_ranks_move_no_experts() -> None:
+    """EP ranks are as interchangeable as ever where only DP ranks differ: under a placement that
+    names the same parts otherwise, few experts move."""
+    model = CostModel((STAGE,), dp_speed=(1.0, 1.0, 1.0, 0.8))
+    _, first = planned(model)
+    turned_LE = (first.placement_LE + 4) % 16  # every rank's experts on the next
+    _, again = planned(model, current_placement=turned_LE)
+    stay = (again.placement_LE // 4 == turned_LE // 4).mean()
+    assert stay > 0.5
+
+
+def test_observed_levels_know_speeds() -> None:
+    """Ranks that are all half as fast are as balanced as before."""
+    window, made = planned(CostModel((STAGE,)))
+    topology = made.to_topology()
+
+    def metrics(**fields: Any) -> dict[str, Any]:
+        return measure(window, topology, CostModel((STAGE,), **fields), 120, made.rows).metrics("x")
+
+    half = metrics(dp_speed=(0.5,) * 4, ep_speed=(0.5,) * 4)
+    for name, value in metrics().items():
+        if "imbalance" in name:
+            assert half[name] == pytest.approx(value)
+
+
 WRONG = [
     ({"dp_speed": (1.0, 0.0)}, "dp_speed[1] = 0.0: expected a speed in 0.01..100"),
     ({"ep_speed": (float("nan"),)}, "ep_speed[0] = nan: expected a speed in 0.01..100"),
@@ -185,6 +224,35 @@ def test_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("plan", "w", *SIZES, "--dp-speed", "1,fast", *flags) == (2, "", expected)
     expected = "error: dp_speed = 3 speeds: expected 2\n"
     assert run("plan", "w", *SIZES, "--dp-speed", "1,1,1", *flags) == (2, "", expected)
+
+
+def test_passes_run_on_the_same_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass with a cost file of its own has the speeds of the flags, unless it says otherwise."""
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path)
+    Path("c.toml").write_text('[[attention]]\nname = "a"\nlinear = 1.0\nquadratic = 0.0\n')
+    flags = ("--dp-speed", "1,0.5", "--pass", "ref:8:c.toml", "--evaluations", "100")
+    code, _, err = run("plan", "w", *SIZES, *flags, "--out", "s.json")
+    assert (code, err) == (0, "")
+    found = PlanSet.from_bytes(Path("s.json").read_bytes())
+    assert found.passes["ref"].cost_model.dp_speed == (1.0, 0.5)
+
+
+def test_inspect_knows_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terms are those of ranks as fast as the fastest, and the bound says that it is not."""
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path)
+    stage = '[[attention]]\nname = "a"\nlinear = 1.0\nquadratic = 0.0\n'
+    outs = []
+    for name, speed in (("plain", ""), ("slow", "ep_speed = [1, 0.25]\n")):
+        Path(name).write_text(speed + stage)
+        code, out, _ = run("inspect", "w", *SIZES[:6], "--cost-model", name)
+        assert code == 0
+        outs.append(out.splitlines())
+    expert = [next(line for line in out if line.startswith("expert ")) for out in outs]
+    assert expert[0] == expert[1]
+    assert any("not equally fast" in line for line in outs[1])
+    assert not any("not equally fast" in line for line in outs[0])
 
 
 def test_speeds_in_a_cost_file(tmp_path: Path) -> None:

@@ -146,6 +146,11 @@ class Coefficients:
         return bool(np.ptp(self.slow_D) == 0 and np.ptp(self.slow_GR) == 0)
 
     @property
+    def ep_ranks_alike(self) -> bool:
+        """Whether the EP ranks of every shard may change places."""
+        return bool((self.slow_GR == self.slow_GR[:, :1]).all())
+
+    @property
     def at_least(self) -> Coefficients:
         """What every layout costs at least: all ranks as fast as the fastest."""
         slow = float(self.slow_D.min())

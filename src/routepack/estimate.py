@@ -156,8 +156,9 @@ def cost_interval(
     rows          [M][D][...] of the plan
     attention_MG  attention of each row and shard (`objective.row_costs`); lengths are known
 
-    Both ends are costs of some routes, to the last bit as the objective computes them: layers and
-    groups are independent, and in each the extremes of `busiest_BL` are reached.
+    Where ranks are equally fast, both ends are costs of some routes, to the last bit as the
+    objective computes them: layers and groups are independent, and in each the extremes of
+    `busiest_BL` are reached. Else the lower end is a bound.
 
     Raises InputError where more tokens are unknown than have no recorded route.
     """
@@ -183,7 +184,7 @@ def busiest_interval_BL(
     """Fewest and most routed tokens that the busiest rank of a group can have at a layer.
 
     With `slow_GR` (cost.Coefficients) routed tokens count as much as their rank is slow. The most
-    is exact, the fewest then a bound: the known tokens, and all of them over the ranks' speeds.
+    is exact; the fewest is then a bound only, the known tokens.
 
     An unknown token chooses K distinct experts, so it adds at most min(K, E/R) to a rank. The most
     all add that to the rank that is busiest already; the fewest fill the ranks up from the least

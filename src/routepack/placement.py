@@ -121,7 +121,8 @@ def row_aware_placement(
     Given the layout, layers are independent: each anneals swaps of experts under the sum over
     groups of the busiest rank. Starts from `rank_LE`; a layer is never worse after than before.
     Above `limit` routed tokens a busiest rank is charged more; experts stay on their node. With
-    `slow_RB` a routed token counts so often on a rank in a group, and so does one of the limit.
+    `slow_RB` a routed token counts so often on a rank in a group, and one of the limit as on the
+    fastest: slower ranks are then charged from fewer tokens on.
     """
     layers = len(rank_LE)
     demand_LEB = np.ascontiguousarray(demand_BLE.transpose(1, 2, 0))
@@ -133,7 +134,7 @@ def row_aware_placement(
     if slow_RB is None:
         slow_RB = np.ones((ranks, len(demand_BLE)), np.int64)
     elif limit < UNLIMITED:
-        limit *= int(slow_RB.max())
+        limit *= int(slow_RB.min())
     if nodes is not None:
         slow_RB = slow_RB[nodes.rank_R]
     slow_RB = np.ascontiguousarray(slow_RB, demand_LEB.dtype)

@@ -102,7 +102,7 @@ def make_plan(
             require_whole(placement_LE, topology.ep, problem.nodes)
     else:
         rank_LE = balanced_ranks(window.demand_LE, topology.ep, threads, problem.nodes)
-        if not problem.cost.ranks_alike:  # then ranks keep their names from here on
+        if not problem.cost.ep_ranks_alike:  # then ranks keep their names from here on
             rank_LE = ranks_of(
                 relabel(rank_LE, topology.ep, current_LE, problem.nodes), topology.ep
             )
@@ -152,7 +152,7 @@ def make_plan(
         raise step.too_little_memory(problem.static(rank_LE, threads), cell_S)
     if not given:
         placement_LE = relabel(
-            rank_LE, topology.ep, current_LE, problem.nodes, alike=problem.cost.ranks_alike
+            rank_LE, topology.ep, current_LE, problem.nodes, alike=problem.cost.ep_ranks_alike
         )
     result = step.plan(placement_LE, cell_S, measured, method, spent)
     clock.lap("finish")

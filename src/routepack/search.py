@@ -204,7 +204,12 @@ def _place(
         )
         for task in tasks
     ])  # fmt: skip
-    slow_RG = first.cost.slow_GR.T if tasks[0].static.uneven else None
+    # A limit counts routed tokens, however fast their rank is; first of all they are to fit.
+    over = any(task.archive.measured.over for task in tasks)
+    slow_RB = None
+    if tasks[0].static.uneven and not over:
+        slow_RG = first.cost.slow_GR.T
+        slow_RB = np.tile(slow_RG, len(demand_BLE) // slow_RG.shape[1])
     rank_LE = row_aware_placement(
         demand_BLE,
         tasks[0].archive.rank_LE,
@@ -214,7 +219,7 @@ def _place(
         pool,
         first.rules.limit,
         first.nodes,
-        None if slow_RG is None else np.tile(slow_RG, len(demand_BLE) // slow_RG.shape[1]),
+        slow_RB,
     )
     statics = [task.problem.static(rank_LE, pool._max_workers) for task in tasks]
     after = [

@@ -79,7 +79,7 @@ def make_plans(
         with _told_of(f"pass {one.name}"):
             _require_padded(window, padding, int(one.token_cap))
             whole.append(ready(window, int(one.token_cap), one.cost_model, NONE))
-    nodes, alike = parts[0].problem.nodes, parts[0].problem.cost.ranks_alike
+    nodes, alike = parts[0].problem.nodes, parts[0].problem.cost.ep_ranks_alike
     rank_LE = ranks_of(current_LE, topology.ep)
     if not fixed_placement:
         demand_LE = np.sum([part.window.demand_LE for part in parts], axis=0)

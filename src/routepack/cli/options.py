@@ -87,8 +87,6 @@ NodeOfRank = Annotated[
         help="Instead, where those are not consecutive: the node of each EP rank, as 0,1,0,1.",
     ),
 ]
-
-
 DpSpeed = Annotated[
     str | None,
     typer.Option(

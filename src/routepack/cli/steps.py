@@ -86,6 +86,11 @@ class Batch:
         for name, cap, path in self.passes:
             if path is not None:
                 own = CostModel.from_toml(path)
+                own = msgspec.structs.replace(  # speeds are the machines', not the pass's
+                    own,
+                    dp_speed=own.dp_speed or cost_model.dp_speed,
+                    ep_speed=own.ep_speed or cost_model.ep_speed,
+                )
             elif token_cap < 1:
                 own = cost_model  # not used: the library refuses such a cap
             else:

@@ -94,9 +94,14 @@ def measure(
     group_S = cell_S // width
     linear = float(cost.linear_T.sum())
     work_S = linear * window.lengths_S + cost.quadratic_T @ cost.quadratic_tokens_TS
-    attention_level_B = np.bincount(group_S, work_S, groups) / width
+    # Level is what ranks reach together, each as fast as it is.
+    shard_B = np.arange(groups) % topology.edp
+    slow_G = np.array([1 / np.mean(1 / cost.slow_D[list(ranks)]) for ranks in topology.groups])
+    attention_level_B = np.bincount(group_S, work_S, groups) / width * slow_G[shard_B]
     recorded_S = (window.lengths_S - window.missing_S) * (window.top_k * window.layers)
-    expert_level_B = cost.expert * np.bincount(group_S, recorded_S, groups) / topology.ep
+    slow_G = 1 / np.mean(1 / cost.slow_GR, axis=1)
+    routed_B = np.bincount(group_S, recorded_S, groups) / topology.ep
+    expert_level_B = cost.expert * routed_B * slow_G[shard_B]
     return Load(
         rows=len(rows),
         slowest_shard=measured.score.slowest_shard,

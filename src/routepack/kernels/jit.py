@@ -42,9 +42,10 @@ def called(function: F) -> F:
 class PerLoad:
     """A kernel compiled for loads (routed tokens of a rank) in int32, or in int64.
 
-    int32 holds the loads of any window below 2**31 routed tokens a layer, and is compiled at
-    import; int64 when the first larger window comes. `dtype_of` reads the loads' dtype off the
-    first argument.
+    int32 holds the loads of any window below 2**31 routed tokens a layer (times what a slow rank
+    makes of one, problem.py), and is compiled at import; int64 when the first larger window comes,
+    once after an installation, which takes minutes. `dtype_of` reads the loads' dtype off the first
+    argument.
     """
 
     def __init__(

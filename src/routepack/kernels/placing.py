@@ -174,4 +174,5 @@ _swap_descent_of = PerLoad(
 def swap_descent(demand_LE: NDArray[Any], ranks: int, rank_LE: NDArray[np.int32]) -> None:
     """Lower `rank_LE` in place, in 32 bits where four times a layer's demand fits them."""
     narrow = 4 * int(demand_LE.sum(axis=1).max(initial=0)) < 2**31
-    _swap_descent_of(demand_LE.astype(np.int32 if narrow else np.int64), ranks, rank_LE)
+    number = np.int32 if narrow else np.int64
+    _swap_descent_of(demand_LE.astype(number, copy=False), ranks, rank_LE)

@@ -23,6 +23,7 @@ from routepack.topology import Topology
 from routepack.window import Window
 
 DOMINANT = 0.55  # share of the bound from which a term is said to dominate
+BY_SPEED = 1 + 1e-6  # a bound above its two terms is another one, and no rounding
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class Limits:
     ) -> Limits:
         """Raises InfeasibleError where there are fewer samples than cells."""
         rows = minimal_rows(window.lengths_S, token_cap, topology.dp, seed=0)
-        cost = cost_model.resolve(window, topology, token_cap)
+        own = cost_model.resolve(window, topology, token_cap)
+        cost = own.at_least  # where ranks are not equally fast, all as fast as the fastest
         linear_S = cost.linear_T.sum() * window.lengths_S
         work_S = linear_S + cost.quadratic_T @ cost.quadratic_tokens_TS
         cell = float(work_S.sum()) / (rows.rows * topology.dp)
@@ -95,7 +97,7 @@ class Limits:
         lift = attention_lift_of_stages(window, topology, cost, token_cap, rows.rows)
         balanced_L = -(-window.demand_LE.sum(axis=1) // topology.ep)
         floor_L = placement_floor_L(window.demand_LE, topology.ep)
-        bound, _ = best_bound(window, topology, cost, token_cap, rows.rows)
+        bound, _ = best_bound(window, topology, own, token_cap, rows.rows)
         return cls(
             rows=rows,
             longest_share=float(work_S.max()) / cell if cell else 0.0,
@@ -206,6 +208,10 @@ def _verdict(limits: Limits, cells: Extremes) -> list[str]:
     """What the bound says, a line each."""
     shares = {"attention": limits.attention_floor, "expert": limits.expert_floor}
     lines = []
+    by_speed = limits.bound > BY_SPEED * (limits.attention_floor + limits.expert_floor)
+    if by_speed:
+        lines.append("ranks are not equally fast: the bound is work split by speed, both terms")
+        lines.append("above are of ranks all as fast as the fastest")
     larger = max(shares, key=lambda name: shares[name])
     if shares[larger] > DOMINANT * sum(shares.values()):
         lines.append(f"{larger} dominates the bound")
@@ -215,6 +221,6 @@ def _verdict(limits: Limits, cells: Extremes) -> list[str]:
     if cells.floored_layers:
         layers = f"{cells.floored_layers} of {cells.layers} layers"
         lines.append(f"expert: at {layers} no placement gives EP ranks equal loads")
-    if not uneven and not cells.floored_layers:
+    if not uneven and not cells.floored_layers and not by_speed:
         lines.append("no floor is proven above balance")
     return lines
