@@ -102,6 +102,22 @@ def lowest_peak(demand_E: list[int], ranks: int) -> int:
     return best(frozenset(range(len(demand_E))), ranks)
 
 
+def lowest_moves(
+    current_E: NDArray[np.int32], new_E: NDArray[np.int32], node_of_rank: list[int]
+) -> tuple[int, int]:
+    """Fewest experts that change rank, then node, over all ways to name the ranks of `new_E`."""
+    ranks = len(node_of_rank)
+    per_rank = len(current_E) // ranks
+    node_R = np.array(node_of_rank)
+    rank_E = current_E // per_rank
+
+    def moved(names: tuple[int, ...]) -> tuple[int, int]:
+        named_E = np.array(names)[new_E // per_rank]
+        return int((named_E != rank_E).sum()), int((node_R[named_E] != node_R[rank_E]).sum())
+
+    return min(map(moved, itertools.permutations(range(ranks))))
+
+
 @st.composite
 def windows(
     draw: st.DrawFn, *, min_samples: int = 1, max_samples: int = 12, ranks: int = 1

@@ -1,0 +1,7 @@
+"""Carrying a placement out: experts move between EP ranks, exactly, between two optimizer steps.
+
+    rounds     which expert goes where, in which order, and how many bytes (numpy only)
+    nearest    the placement that moves least, and least between nodes (numpy only)
+
+docs/state.md walks through a migration.
+"""
