@@ -4,6 +4,7 @@
     nearest    the placement that moves least, and least between nodes (numpy only)
     tensors    the tensors of a rank's experts, row by row
     transfer   stage, check, agree, commit over torch.distributed
+    dispatch   the map between router and dispatcher
 
 docs/state.md walks through a migration.
 """

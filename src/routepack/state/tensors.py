@@ -31,8 +31,14 @@ class Tensor:
     name: str
     rows: tuple[torch.Tensor, ...]
     """A flat view of bytes for each slot of the rank."""
-    kind: tuple[str, tuple[int, ...]]
-    """Type and shape of a row."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of a row, as the trainer sees it."""
+
+    @property
+    def kind(self) -> tuple[str, tuple[int, ...]]:
+        """Type and shape."""
+        return str(self.dtype), self.shape
 
     @property
     def row_bytes(self) -> int:
@@ -150,7 +156,8 @@ def _tensor(layer: int, name: str, rows: Rows, per_rank: int) -> Tensor:
         if not part.is_contiguous():
             expected = "contiguous memory for each expert"
             raise InputError.at(f"{field}.stride", part.stride(), expected, slot)
-    return Tensor(name, tuple(part.reshape(-1).view(torch.uint8) for part in parts), kinds[0])
+    flat = tuple(part.reshape(-1).view(torch.uint8) for part in parts)
+    return Tensor(name, flat, parts[0].dtype, kinds[0][1])
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
