@@ -5,6 +5,9 @@
     tensors    the tensors of a rank's experts, row by row
     transfer   stage, check, agree, commit over torch.distributed
     dispatch   the map between router and dispatcher
+    checkpoint experts in logical order whatever the placement, and back
+    norm       the gradient norm, summed in logical order
+    reference  a small expert-parallel MoE layer in plain PyTorch
 
 docs/state.md walks through a migration.
 """
