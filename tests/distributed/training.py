@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,6 @@ from routepack.state.transfer import migrate
 EXPERTS, HIDDEN, FFN, TOKENS = 16, 16, 32, 48
 EXPERT_NAMES = ("w1_SHF", "w2_SFH")
 RATE = 3e-3
-Migrate = Callable[[int], NDArray[np.int32] | None]
 
 
 @dataclass
@@ -107,6 +105,23 @@ class Run:
                 shape = (EXPERTS, *tensor.shape)
                 values[layer, tensor.name] = (torch.randn(shape) * scale).to(tensor.dtype)
         restore(self.state, values)
+
+    def load(self, values: dict[str, torch.Tensor], steps: int) -> None:
+        """What `logical` returned, after `steps` optimizer steps."""
+        experts = {}
+        for name, found in values.items():
+            layer, _, tensor = name.partition(".")
+            if layer.isdigit():
+                experts[int(layer), tensor] = found
+        restore(self.state, experts)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                held = self.optimizer.state[parameter]
+                held["step"].fill_(steps + 1)  # and the one that made the moments
+                if not name.endswith(EXPERT_NAMES):
+                    parameter.copy_(values[name])
+                    for moment in ("exp_avg", "exp_avg_sq"):
+                        held[moment].copy_(values[f"{name}.{moment}"])
 
     def step(self, t: int, shuffle: bool) -> None:
         """One optimizer step on this rank's tokens; `shuffle` reorders them."""
