@@ -94,11 +94,11 @@ def inject(fault: Fault, state: ExpertState, patches: dict[str, Any]) -> None:
         patches[transfer, "header"] = corrupting
     elif fault.kind == "checksum":  # in the buffer of the receiver
 
-        def spoiling(state: ExpertState, arrivals: Any) -> str | None:
-            arrival = next(a for a in arrivals if a.transfer == chosen)
-            k = [t.name for t in state.layers[chosen.layer]].index(name)
-            arrival.rows[k][-1] ^= 128
-            return real_difference(state, arrivals)
+        def spoiling(state: ExpertState, arrival: Any) -> str | None:
+            if arrival.transfer == chosen:
+                k = [t.name for t in state.layers[chosen.layer]].index(name)
+                arrival.rows[k][-1] ^= 128
+            return real_difference(state, arrival)
 
         patches[transfer, "difference"] = spoiling
     elif fault.kind == "canary":
@@ -191,22 +191,21 @@ def survivor(rank: int, world: int, *, seed: int) -> dict[str, Any]:
     point = KILLED_AT[seed % len(KILLED_AT)]
     state, layers = state_of(identity_LE, world, rank)
     if rank == fault.victim:
-        real_header, real_difference = transfer.header, transfer.difference
+        real_header, real_receive = transfer.header, transfer.Handle._receive
 
         def dying(state: ExpertState, step: Transfer) -> torch.Tensor:
             if step == fault.transfer:
                 die()
             return real_header(state, step)
 
-        def dying_after(state: ExpertState, arrivals: Any) -> str | None:
-            real_difference(state, arrivals)
+        def dying_after(handle: transfer.Handle) -> None:
+            real_receive(handle)
             die()
-            return None
 
         if point == "while staging":
             transfer.header = dying
         elif point == "before agreeing":
-            transfer.difference = dying_after
+            transfer.Handle._receive = dying_after
     began = time.monotonic()
     try:
         if rank == fault.victim and point == "before staging":

@@ -30,12 +30,13 @@ class Agreement:
     device: torch.device
     timeout: timedelta
 
-    def reach(self, key: bytes, failure: str | None) -> None:
+    def reach(self, key: bytes, failure: str | None, *, final: bool) -> None:
         """Return on all ranks where none has a failure and all have the same key (32 bytes).
 
         Raises MigrationError otherwise, on all ranks; what the collective raises where a rank
-        cannot be reached. Two gathers: a rank that gave up in the first one does not come to the
-        second, so that the others fail there too instead of going ahead.
+        cannot be reached. Before what cannot be taken back (`final`) there is a second gather: a
+        rank that gave up in the first one does not come to it, so that the others fail there too
+        instead of going ahead.
         """
         text = (failure or "").encode()[:MESSAGE_BYTES]
         message = text.ljust(MESSAGE_BYTES, b"\0")
@@ -43,14 +44,14 @@ class Agreement:
         failed = [rank for rank, answer in enumerate(everyone) if answer[0]]
         keys = [answer[1 : 1 + KEY_BYTES] for answer in everyone]
         other = [rank for rank, theirs in enumerate(keys) if theirs != keys[0]]
-        verdicts = self._gather(bytes([bool(failed or other)]))
         if failed:
             said = everyone[failed[0]][1 + KEY_BYTES :].rstrip(b"\0")
             raise MigrationError(f"rank {failed[0]}: {said.decode(errors='replace')}")
         if other:
             differs = "another placement, layout of experts or staging_bytes than rank 0"
             raise MigrationError(f"rank {other[0]}: {differs}")
-        assert not any(verdict[0] for verdict in verdicts)  # all saw the same answers
+        if final:
+            self._gather(b"\1")
 
     def _gather(self, mine: bytes) -> list[bytes]:
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)

@@ -35,7 +35,7 @@ def buffers(state: ExpertState, batch: Batch) -> list[Arrival]:
     free = {}
     for device, size in sizes.items():
         try:
-            free[device] = torch.empty(size, dtype=torch.uint8, device=device)
+            free[device] = _memory(state, device, size)
         except RuntimeError as error:  # out of memory, on any kind of device
             transfer, tensor = next(piece for piece in pieces if piece[1].device == device)
             what = f"{_named(transfer)}, tensor {tensor.name}: no room on {device}"
@@ -56,6 +56,16 @@ def buffers(state: ExpertState, batch: Batch) -> list[Arrival]:
     return arrivals
 
 
+def _memory(state: ExpertState, device: torch.device, size: int) -> torch.Tensor:
+    kept = state.staging.get(device)
+    if kept is None or kept.numel() < size:
+        state.staging.pop(device, None)  # before there are two of them
+        kept = torch.empty(size, dtype=torch.uint8, device=device)
+        if state.keep_staging:
+            state.staging[device] = kept
+    return kept[:size]
+
+
 def header(state: ExpertState, transfer: Transfer) -> torch.Tensor:
     """What travels ahead of an expert, made of what is in its slot."""
     tensors = state.layers[transfer.layer]
@@ -71,19 +81,18 @@ def header(state: ExpertState, transfer: Transfer) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def difference(state: ExpertState, arrivals: Sequence[Arrival]) -> str | None:
+def difference(state: ExpertState, arrival: Arrival) -> str | None:
     """What is not as its sender said, if anything: layer, expert and tensor."""
-    for arrival in arrivals:
-        transfer = arrival.transfer
-        at = f"{_named(transfer)}, tensor"
-        layer, expert, *sums = arrival.header.tolist()
-        if (layer, expert) != (transfer.layer, transfer.expert):
-            came = f"layer {layer}, expert {expert} came"
-            return f"{at} ids: {came} from EP rank {transfer.source}"
-        tensors = state.layers[transfer.layer]
-        for tensor, row, expected in zip(tensors, arrival.rows, sums, strict=True):
-            if int(checksum(row)) != expected:
-                return f"{at} {tensor.name}: the checksum differs, from EP rank {transfer.source}"
+    transfer = arrival.transfer
+    at = f"{_named(transfer)}, tensor"
+    layer, expert, *sums = arrival.header.tolist()
+    if (layer, expert) != (transfer.layer, transfer.expert):
+        came = f"layer {layer}, expert {expert} came"
+        return f"{at} ids: {came} from EP rank {transfer.source}"
+    tensors = state.layers[transfer.layer]
+    for tensor, row, expected in zip(tensors, arrival.rows, sums, strict=True):
+        if int(checksum(row)) != expected:
+            return f"{at} {tensor.name}: the checksum differs, from EP rank {transfer.source}"
     return None
 
 

@@ -59,10 +59,12 @@ class Tensor:
 class ExpertState:
     """The experts that one EP rank owns, at every MoE layer, and the placement that says which.
 
-    layers     for each MoE layer the tensors by name, in any order, the same on all ranks
-    placement  [L, E] slots now; rank r owns the slots r * E/R to (r + 1) * E/R - 1, in this order
-    ranks      R, EP ranks of the group
-    rank       of this process in it
+    layers        for each MoE layer the tensors by name, in any order, the same on all ranks
+    placement     [L, E] slots now; rank r owns slots r * E/R to (r + 1) * E/R - 1, in this order
+    ranks         R, EP ranks of the group
+    rank          of this process in it
+    keep_staging  keep the staging memory from one migration to the next: where tensors are on the
+                  CPU, getting its pages anew can take longer than the transfer
 
     `placement_LE` is kept up to date by every migration. Tensors may be on any device, each row
     contiguous; a tensor that covers several experts in another way (blockwise scales, a fused
@@ -70,7 +72,13 @@ class ExpertState:
     """
 
     def __init__(
-        self, layers: Sequence[Mapping[str, Rows]], placement: ArrayLike, ranks: int, rank: int
+        self,
+        layers: Sequence[Mapping[str, Rows]],
+        placement: ArrayLike,
+        ranks: int,
+        rank: int,
+        *,
+        keep_staging: bool = False,
     ) -> None:
         shape = np.shape(placement)
         if len(shape) != 2:
@@ -80,7 +88,8 @@ class ExpertState:
             raise InputError.at("ranks", ranks, f"a divisor of the {shape[1]} experts")
         if not 0 <= rank < ranks:
             raise InputError.at("rank", rank, f"an EP rank in 0..{ranks - 1}")
-        self.ranks, self.rank = ranks, rank
+        self.ranks, self.rank, self.keep_staging = ranks, rank, keep_staging
+        self.staging: dict[torch.device, torch.Tensor] = {}
         self.per_rank: int = shape[1] // ranks
         self.layers = [
             tuple(_tensor(layer, name, tensors[name], self.per_rank) for name in sorted(tensors))

@@ -92,7 +92,7 @@ class Handle:
         self._state, self._group = state, group
         self._agreement, self._timeout = agreement, timeout
         self._arrivals: list[Arrival] = []
-        self._works: list[tuple[str, Any]] = []
+        self._rounds: list[tuple[list[tuple[str, Any]], list[Arrival]]] = []
         self._sent_bytes = self._received_bytes = self._header_bytes = self._staged_bytes = 0
         self._done = 0
         self._key = bytes(32)
@@ -142,12 +142,8 @@ class Handle:
         assert self._migration is not None
         batches = self._migration.batches
         while self._done < len(batches):
-            self._receive()
-            try:
-                failure = difference(self._state, self._arrivals)
-            except Exception as error:  # told to the others, who wait for an answer
-                failure = one_line(error)
-            self._agree(failure, f"on batch {self._done + 1} of {len(batches)}")
+            failure = self._receive()
+            self._agree(failure, f"on batch {self._done + 1} of {len(batches)}", final=True)
             commit(self._state, batches[self._done], self._arrivals)
             self._arrivals = []
             self._done += 1
@@ -184,7 +180,7 @@ class Handle:
         return len(self._migration.batches)
 
     def _post(self, going: list[tuple[Transfer, torch.Tensor]], coming: list[Arrival]) -> None:
-        """The sends and receives of one round, for each device together."""
+        """The receives and sends of one round, for each device together."""
         ops: dict[torch.device, list[tuple[str, Any]]] = {}
 
         def add(call: Any, piece: torch.Tensor, rank: int, what: str) -> None:
@@ -192,44 +188,55 @@ class Handle:
             op = dist.P2POp(call, piece, peer, self._group)
             ops.setdefault(piece.device, []).append((what, op))
 
-        for transfer, ahead in going:
-            what = f"layer {transfer.layer}, expert {transfer.expert}, tensor {{}}: not sent"
-            what += f" to EP rank {transfer.target}"
-            tensors = self._state.layers[transfer.layer]
-            slot = self._state.local(transfer.source_slot)
-            add(dist.isend, ahead, transfer.target, what.format("ids"))
-            for tensor in tensors:
-                add(dist.isend, tensor.rows[slot], transfer.target, what.format(tensor.name))
-                self._sent_bytes += tensor.row_bytes
-            self._header_bytes += ahead.nbytes
+        def exchange(t: Transfer, call: Any, rank: int, what: str, pieces: Any) -> int:
+            names = ["ids", *(tensor.name for tensor in self._state.layers[t.layer])]
+            for name, piece in zip(names, pieces, strict=True):
+                add(call, piece, rank, f"layer {t.layer}, expert {t.expert}, tensor {name}: {what}")
+            self._header_bytes += pieces[0].nbytes
+            return self._state.bytes_L[t.layer]
+
         for arrival in coming:
-            transfer = arrival.transfer
-            what = f"layer {transfer.layer}, expert {transfer.expert}, tensor {{}}: not received"
-            what += f" from EP rank {transfer.source}"
-            add(dist.irecv, arrival.header, transfer.source, what.format("ids"))
-            tensors = self._state.layers[transfer.layer]
-            for tensor, row in zip(tensors, arrival.rows, strict=True):
-                add(dist.irecv, row, transfer.source, what.format(tensor.name))
-                self._received_bytes += tensor.row_bytes
-            self._header_bytes += arrival.header.nbytes
+            t = arrival.transfer
+            what = f"not received from EP rank {t.source}"
+            pieces = (arrival.header, *arrival.rows)
+            self._received_bytes += exchange(t, dist.irecv, t.source, what, pieces)
+        for t, ahead in going:
+            what = f"not sent to EP rank {t.target}"
+            slot = self._state.local(t.source_slot)
+            rows = (tensor.rows[slot] for tensor in self._state.layers[t.layer])
+            self._sent_bytes += exchange(t, dist.isend, t.target, what, (ahead, *rows))
+        named: list[tuple[str, Any]] = []
         for posted in ops.values():
             works = dist.batch_isend_irecv([op for _, op in posted])
             # Some backends return one work for all of them.
-            whats = [what for what, _ in posted]
-            self._works += zip(whats[-len(works) :], works, strict=True)
+            named += zip([what for what, _ in posted][-len(works) :], works, strict=True)
+        self._rounds.append((named, coming))
 
-    def _receive(self) -> None:
-        """Wait for the transfers. Raises MigrationError, on this rank alone: another is lost."""
-        for what, work in self._works:
-            try:
-                work.wait(self._timeout)
-            except Exception as error:
-                raise MigrationError(f"{what} ({one_line(error)}); nothing was changed") from error
-        self._works = []
+    def _receive(self) -> str | None:
+        """Wait for the transfers, and compare what comes in a round while the next is under way:
+        what is wrong, if anything.
 
-    def _agree(self, failure: str | None, when: str) -> None:
+        Raises MigrationError on this rank alone where another is lost.
+        """
+        failure = None
+        for works, arrivals in self._rounds:
+            for what, work in works:
+                try:
+                    work.wait(self._timeout)
+                except Exception as error:
+                    lost = f"{what} ({one_line(error)}); nothing was changed"
+                    raise MigrationError(lost) from error
+            for arrival in arrivals:
+                try:
+                    failure = failure or difference(self._state, arrival)
+                except Exception as error:  # told to the others, who wait for an answer
+                    failure = one_line(error)
+        self._rounds = []
+        return failure
+
+    def _agree(self, failure: str | None, when: str, *, final: bool = False) -> None:
         try:
-            self._agreement.reach(self._key, failure)
+            self._agreement.reach(self._key, failure, final=final)
         except MigrationError as error:
             raise MigrationError(f"{error}; nothing was changed") from None
         except Exception as error:
