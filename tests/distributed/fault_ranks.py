@@ -1,4 +1,4 @@
-"""Faults before the agreement: `python fault_ranks.py CASE WORLD FOLDER`.
+"""Faults before the agreement: `python fault_ranks.py "KIND COUNT" WORLD FOLDER`.
 
 A fault is drawn from a seed that all ranks share, so that each knows which of them is to fail, how,
 and at which transfer, tensor and point.
@@ -30,7 +30,7 @@ from routepack.state.tensors import ExpertState, checksum
 
 EXPERTS = 8
 KINDS = ("exception", "corrupted", "checksum", "canary", "no room")
-FAULTS = {"exceptions": 160, "killed": 40}
+KIND, COUNT = sys.argv[1].split()
 KILLED_AT = ("before staging", "while staging", "before receiving", "before agreeing")
 
 
@@ -140,7 +140,7 @@ def exceptions(rank: int, world: int) -> dict[str, Any]:
     identity_LE = np.tile(np.arange(EXPERTS, dtype=np.int32), (LAYERS, 1))
     state, layers = state_of(identity_LE, world, rank)
     found: list[dict[str, Any]] = []
-    for k in range(FAULTS["exceptions"]):
+    for k in range(int(COUNT)):
         held_LE = state.placement_LE
         fault = fault_of(rng, KINDS[k % len(KINDS)], held_LE, world)
         patches: dict[Any, Any] = {}
@@ -227,13 +227,13 @@ def survivor(rank: int, world: int, *, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "killed":
+    if KIND == "killed":
         size, folder = int(sys.argv[2]), Path(sys.argv[3])
         jobs = [
             run(partial(survivor, seed=seed), size, folder / f"job{seed}", killed=1)
-            for seed in range(FAULTS["killed"])
+            for seed in range(int(COUNT))
         ]
         for rank in range(size):
             (folder / f"{rank}.json").write_text(json.dumps({"jobs": jobs}))
     else:
-        main({"exceptions": exceptions})
+        main({sys.argv[1]: exceptions})

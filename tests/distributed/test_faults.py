@@ -17,14 +17,15 @@ pytestmark = pytest.mark.skipif(
 SCRIPT = Path(__file__).with_name("fault_ranks.py")
 
 
-def test_faults_that_all_ranks_survive() -> None:
-    """160 faults on four ranks: an exception, a byte that changes on its way or in the receiver's
-    buffer, another expert than the one expected, no room to stage. All ranks raise the same line,
-    with layer, expert and tensor, and hold the old placement to the last bit; the next migration
-    works."""
-    ranks = [found["faults"] for found in run_ranks(SCRIPT, "exceptions", 4)]
+@pytest.mark.parametrize("count", [30, pytest.param(160, marks=pytest.mark.slow)])
+def test_faults_that_all_ranks_survive(count: int) -> None:
+    """Faults on four ranks, one after another: an exception, a byte that changes on its way or in
+    the receiver's buffer, another expert than the one expected, no room to stage. All ranks raise
+    the same line, with layer, expert and tensor, and hold the old placement to the last bit; the
+    next migration works."""
+    ranks = [found["faults"] for found in run_ranks(SCRIPT, f"exceptions {count}", 4)]
     assert Counter(fault["kind"] for fault in ranks[0]) == dict.fromkeys(
-        ("exception", "corrupted", "checksum", "canary", "no room"), 32
+        ("exception", "corrupted", "checksum", "canary", "no room"), count // 5
     )
     for faults in zip(*ranks, strict=True):
         assert all(fault["whole"] for fault in faults), faults
@@ -43,12 +44,13 @@ def test_faults_that_all_ranks_survive() -> None:
         assert re.fullmatch(line, fault["message"]), fault
 
 
-def test_a_rank_that_is_killed() -> None:
-    """40 jobs of four ranks that lose one, at four points: the others end in an error in a few
+@pytest.mark.parametrize("count", [8, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed(count: int) -> None:
+    """Jobs of four ranks that lose one, at four points: the others end in an error in a few
     seconds, hold the old placement to the last bit, and name the layer, the expert and the tensors
     that they were waiting for."""
-    [jobs, *_] = [found["jobs"] for found in run_ranks(SCRIPT, "killed", 4)]
-    assert len(jobs) == 40
+    [jobs, *_] = [found["jobs"] for found in run_ranks(SCRIPT, f"killed {count}", 4)]
+    assert len(jobs) == count
     transfer = (
         r"layer \d, expert \d, tensor [\w.]+: not (received from|sent to) EP rank \d \(.*\); "
         r"nothing was changed"

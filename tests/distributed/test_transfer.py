@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 SCRIPT = Path(__file__).with_name("transfer_ranks.py")
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_experts_move_exactly(world: int) -> None:
     """Twenty random placements and back to the first: each time the old placement holds to the last
     bit until `wait` begins, and the new one when it returns, at unchanged addresses. What is sent

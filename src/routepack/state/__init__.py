@@ -2,6 +2,7 @@
 
     rounds     which expert goes where, in which order, and how many bytes (numpy only)
     nearest    the placement that moves least, and least between nodes (numpy only)
+    sharded    experts that FSDP2 shards further over EDP ranks (numpy only)
     tensors    the tensors of a rank's experts, row by row
     transfer   stage, check, agree, commit over torch.distributed
     dispatch   the map between router and dispatcher
