@@ -71,7 +71,7 @@ def load(rank: int, world: int) -> dict[str, Any]:
     """Load at the identity, and on a placement of its own."""
     saved = torch.load(FOLDER / "checkpoint.pt")
     found: dict[str, Any] = {}
-    for name in ("identity", "another placement"):
+    for name in ("identity", "another placement")[:world]:
         job = Run(Setting(ep=world, groups=groups_of(world, world)))
         if name == "another placement":
             job.move(shuffled(np.random.default_rng(12)))

@@ -87,9 +87,4 @@ def experts(rank: int, dim: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "experts": lambda rank, world: experts(rank, 0),
-            "hidden": lambda rank, world: experts(rank, 1),
-        }
-    )
+    main({"fsdp2": lambda rank, world: {"axes": [experts(rank, 0), experts(rank, 1)]}})

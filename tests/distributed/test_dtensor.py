@@ -15,10 +15,10 @@ pytestmark = pytest.mark.skipif(
 SCRIPT = Path(__file__).with_name("dtensor_ranks.py")
 
 
-@pytest.mark.parametrize(("case", "shape"), [("experts", [2, 6, 4]), ("hidden", [4, 3, 4])])
-def test_experts_of_fsdp2_move_exactly(case: str, shape: list[int]) -> None:
+def test_experts_of_fsdp2_move_exactly() -> None:
     """Parameters that `fully_shard` made of EP-sharded DTensors, and AdamW's moments, keep their
     bits by expert over twenty moves, in place; with EDP on the experts' axis, where a rank holds
     whole experts, and on another one, where it holds a part of each."""
-    for found in run_ranks(SCRIPT, case, 4):
-        assert found == {"shape": shape, "changed": 0, "compared": 120, "in place": True}
+    for found in run_ranks(SCRIPT, "fsdp2", 4):
+        for shape, axis in zip(([2, 6, 4], [4, 3, 4]), found["axes"], strict=True):
+            assert axis == {"shape": shape, "changed": 0, "compared": 120, "in place": True}

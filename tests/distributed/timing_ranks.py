@@ -20,7 +20,7 @@ from routepack.state.rounds import plan_migration
 from routepack.state.tensors import ExpertState
 from routepack.state.transfer import migrate
 
-EXPERTS, ROW, RUNS = 32, 2**19, 9
+EXPERTS, ROW, RUNS = 32, 2**20, 9
 
 
 def timed(call: Callable[[], object]) -> float:
