@@ -61,10 +61,12 @@ def test_above_top_2_only_the_order_of_sums_differs(case: str, world: int) -> No
 def test_a_layer_at_another_placement() -> None:
     """Given the same inputs and output gradients, what the router and the experts learn has the
     same bits at any top-k; output and input gradient do up to top-2, and always in the order of the
-    router. At any placement a layer computes what a dense one does."""
+    router. At any placement a layer computes what a dense one does, and the norm summed in logical
+    order is that of all experts' gradients."""
     for found in run_ranks(SCRIPT, "one layer", 4):
         for name, result in found.items():
             assert result["from dense"] < 1e-5
+            assert result["norm"] == pytest.approx(1, rel=1e-12)
             if name in ("4, slot", "8, slot"):
                 assert result["differs"] == ["dx", "y"]
                 assert result["distance"] < 1e-6

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from forked import main
 from training import (
+    EXPERT_NAMES,
     EXPERTS,
     HIDDEN,
     TOKENS,
@@ -21,6 +22,7 @@ from training import (
 )
 
 from routepack.state.checkpoint import logical
+from routepack.state.norm import logical_square_norm
 from routepack.state.reference import ORDERS
 from routepack.state.tensors import ExpertState
 
@@ -43,7 +45,11 @@ def one_layer(rank: int, world: int) -> dict[str, Any]:
             dense_TH = dense(x_TH, moe.router_EH, whole["w1_SHF"], whole["w2_SFH"], top_k)
             run.move(np.random.default_rng(top_k).permutation(EXPERTS)[None].astype(np.int32))
             moved = gradients(run, x_TH, dy_TH)
+            weights = [(0, moe.w1_SHF.grad), (0, moe.w2_SFH.grad)]
+            norm = logical_square_norm(weights, run.state.placement_LE)
+            square = sum(float(moved[f"d{n}"].double().square().sum()) for n in EXPERT_NAMES)
             found[f"{top_k}, {order}"] = {
+                "norm": norm / square,
                 "from dense": float((identity["y"] - dense_TH).abs().max()),
                 "differs": sorted(differing(identity, moved)),
                 "distance": float((identity["y"] - moved["y"]).abs().max()),
@@ -75,7 +81,7 @@ def gradients(run: Run, x_TH: torch.Tensor, dy_TH: torch.Tensor) -> dict[str, to
     y_TH = moe(x_TH)
     run.optimizer.zero_grad()
     y_TH.backward(dy_TH)
-    weights = {name: getattr(moe, name).grad for name in ("w1_SHF", "w2_SFH")}
+    weights = {name: getattr(moe, name).grad for name in EXPERT_NAMES}
     state = ExpertState([weights], run.state.placement_LE, run.state.ranks, run.state.rank)
     found = {f"d{name}": values.clone() for _, name, values in logical(state)}
     return found | {"y": y_TH.detach(), "dx": x_TH.grad, "drouter": moe.router_EH.grad.clone()}
