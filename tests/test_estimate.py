@@ -320,7 +320,7 @@ def test_the_true_cost_lies_in_the_interval(
         assert low == high == score(recorded, *layout).slowest_shard
 
 
-@given(instances(), SEEDS)
+@given(instances(alike=True), SEEDS)
 def test_a_predicted_window_has_an_interval_too(instance: Instance, seed: int) -> None:
     """Nothing is known but lengths: from evenly spread tokens to K on one rank, where E/R holds K;
     true routes lie between."""

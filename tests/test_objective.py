@@ -124,7 +124,7 @@ def test_order_does_not_matter(instance: Instance, random: object) -> None:
     assert score(instance.window, topology, cost, instance.placement_LE, rows) == expected
 
 
-@given(instances(), st.data())
+@given(instances(alike=True), st.data())
 def test_only_ranks_matter_not_slots(instance: Instance, data: st.DataObject) -> None:
     """Exchanging the slots of a rank, or whole ranks, changes nothing."""
     window, topology, cost = instance.window, instance.topology, instance.problem.cost

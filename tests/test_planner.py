@@ -52,6 +52,7 @@ def costly(instance: Instance) -> bool:
 
 
 COSTLY = instances().filter(costly)
+ALIKE = instances(alike=True).filter(costly)
 
 
 # What every plan holds
@@ -209,7 +210,7 @@ def test_statistics_stay_out_of_the_file() -> None:
 # Placement
 
 
-@given(COSTLY, st.data())
+@given(ALIKE, st.data())
 def test_the_current_placement_is_kept_where_it_can_be(
     instance: Instance, data: st.DataObject
 ) -> None:

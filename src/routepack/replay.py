@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from routepack.budget import Budget
-from routepack.cost import CostModel
+from routepack.cost import DEFAULT, CostModel
 from routepack.errors import InfeasibleError, InputError
 from routepack.gate import Decision, Gate, Verdict, decide
 from routepack.migration import MigrationCost, Moves
@@ -223,6 +223,12 @@ class _Planner:
         """A placement and micro-batches, with few moves away from `placement_LE`."""
         return self._plan(placement_LE, "routepack", fixed_placement=False)
 
+    @property
+    def ep_ranks_alike(self) -> bool:
+        """Whether EP ranks may be named anew."""
+        model = self.cost_model or DEFAULT
+        return model.resolve(self.window, self.topology, self.token_cap).ep_ranks_alike
+
     def cost(self, placement_LE: NDArray[np.int32], method: str) -> float | None:
         """Of a layout that needs no search; None where the method finds none."""
         try:
@@ -246,7 +252,10 @@ def _step(
     decision = decide(planner.window, keep, proposed, migration, gate, state.steps_since_L)
     kept_LE, ranks = decision.plan.placement_LE, proposed.topology.ep
     # What is held enters a proposal only by the names of its ranks, so one serves both policies.
-    always_LE = relabel(ranks_of(proposed.placement_LE, ranks), ranks, state.always_LE)
+    always_LE = relabel(
+        ranks_of(proposed.placement_LE, ranks), ranks, state.always_LE,
+        alike=planner.ep_ranks_alike,
+    )  # fmt: skip
     never = keep if np.array_equal(held_LE, state.never_LE) else planner.pack(state.never_LE)
 
     def spent(cost: float, from_LE: NDArray[np.int32], to_LE: NDArray[np.int32]) -> Spent:

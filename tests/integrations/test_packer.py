@@ -85,7 +85,8 @@ def test_loads_are_the_oracles(instance: Instance) -> None:
     assert load.slowest_shard == (attention_MG + expert_MG).sum(axis=0).max() or (
         load.slowest_shard == pytest.approx((attention_MG + expert_MG).sum(axis=0).max(), rel=1e-12)
     )
-    level = cost.expert * load_MGLR.mean(axis=3).sum()
+    together_G = (1 / cost.slow_GR).sum(axis=1)  # tokens that ranks take in the time of one
+    level = cost.expert * (load_MGLR.sum(axis=(2, 3)) / together_G).sum()
     assert load.expert_level == pytest.approx(level, rel=1e-12)
     assert load.attention_level <= load.attention * (1 + 1e-12)
 

@@ -207,7 +207,11 @@ class Handle:
             self._sent_bytes += exchange(t, dist.isend, t.target, what, (ahead, *rows))
         named: list[tuple[str, Any]] = []
         for posted in ops.values():
-            works = dist.batch_isend_irecv([op for _, op in posted])
+            try:
+                works = dist.batch_isend_irecv([op for _, op in posted])
+            except Exception as error:  # a rank was lost since all were ready
+                lost = f"{posted[0][0]} ({one_line(error)}); nothing was changed"
+                raise MigrationError(lost) from error
             # Some backends return one work for all of them.
             named += zip([what for what, _ in posted][-len(works) :], works, strict=True)
         self._rounds.append((named, coming))
