@@ -16,7 +16,7 @@ from rich.console import Console
 from routepack.errors import InputError
 from routepack.files import output_target
 
-COMPILING = "compiling kernels (first run only: one to two minutes) ..."
+COMPILING = "compiling kernels (first run only: two to three minutes) ..."
 COMPILING_SECONDS = 3.0  # from numba's cache the kernels load in about one
 
 
@@ -34,7 +34,7 @@ def waiting(text: str) -> AbstractContextManager[object]:
 def loading_kernels(*modules: str) -> float:
     """Import modules that need kernels, and return the seconds that took.
 
-    The first import after an installation compiles for a minute or two; one line on stderr says so.
+    The first import after an installation compiles for minutes; one line on stderr says so.
     """
     started = time.perf_counter()
     say = threading.Timer(COMPILING_SECONDS, _say_compiling)
