@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,16 +12,11 @@ from hypothesis import strategies as st
 
 from requirement_helpers import Case, broken, cases, one_line, requirements_for
 from routepack import (
-    AttentionStage,
     Budget,
-    CostModel,
     InfeasibleError,
     InputError,
     Pass,
-    PlanSet,
     Requirements,
-    Topology,
-    Window,
     plan,
     plan_steps,
 )
@@ -33,34 +25,18 @@ from routepack.padding import Padding
 from routepack.plan import WindowKey
 from routepack.step import Step
 from routepack.verify import verify, verify_set
+from step_helpers import (
+    BUDGET,
+    FORWARD,
+    LOG_PROBS,
+    REFERENCE,
+    TOPOLOGY,
+    WINDOW,
+    batch,
+    made,
+    refusal,
+)
 from strategies import SEEDS, random_window
-
-BUDGET = Budget(evaluations=400)
-FORWARD = CostModel((AttentionStage("full", 20.0, 7.0),), 0.4)
-LOG_PROBS, REFERENCE = Pass("log-probs", 90, FORWARD), Pass("reference", 120, FORWARD)
-
-
-def batch(samples: int = 24, **fields: Any) -> Window:
-    """Samples of 5 to 30 tokens in prompts of two, tags by halves of every eight."""
-    rng = np.random.default_rng(5)
-    lengths_S = rng.integers(5, 31, samples)
-    fields = {"group_S": np.arange(samples) // 2, "tag_S": np.arange(samples) // 4 % 2} | fields
-    return random_window(rng, lengths_S, 2, 8, 2, **fields)
-
-
-WINDOW, TOPOLOGY = batch(), Topology.of(dp=2, ep=4, edp=1)
-
-
-def made(steps: Any = 3, window: Window = WINDOW, **options: Any) -> PlanSet:
-    options = dict[str, Any]() | {"token_cap": 60, "budget": BUDGET, "threads": 1} | options
-    return plan_steps(window, TOPOLOGY, steps=steps, **options)
-
-
-def refusal(steps: Any = 3, window: Window = WINDOW, **options: Any) -> str:
-    with pytest.raises(InputError) as error:
-        made(steps, window, **options)
-    return str(error.value)
-
 
 # Given membership
 
@@ -235,126 +211,6 @@ def test_passes_run_on_the_same_placement() -> None:
         assert other.placement == found.plans[0].placement
         assert other.window.samples == 24
         assert verify(WINDOW, other) == []
-
-
-# The file
-
-
-def test_a_set_is_read_as_written() -> None:
-    """Canonical bytes: the placement once, sorted keys, a final newline; read back they are the
-    set, requirements included."""
-    required = Requirements(uniform_rows=True, rows_multiple_of=2)
-    found = made(np.arange(24) // 8, passes=[LOG_PROBS], requirements=required, token_cap=70)
-    data = found.to_bytes()
-    fields = json.loads(data)
-    assert sorted(fields) == ["format", "passes", "placement", "plans", "window"]
-    assert fields["format"] == "routepack.planset/1"
-    assert "placement" not in fields["plans"][0]
-    assert data == json.dumps(fields, sort_keys=True, separators=(",", ":")).encode() + b"\n"
-    again = PlanSet.from_bytes(data)
-    assert again.to_bytes() == data
-    assert again.plans[1].requirements == required
-    assert verify_set(WINDOW, again) == []
-    assert b"seconds" not in data
-
-
-def edited(edit: Callable[[dict[str, Any]], Any]) -> bytes:
-    fields = json.loads(made(2).to_bytes())
-    edit(fields)
-    return json.dumps(fields).encode()
-
-
-BROKEN_FILES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "format": (
-        lambda f: f.update(format="routepack.plan/1"),
-        "x.json: format = 'routepack.plan/1': expected 'routepack.planset/1'",
-    ),
-    "missing key": (
-        lambda f: f.pop("passes"),
-        "x.json: passes: expected exactly the keys format, passes, placement, plans, window",
-    ),
-    "unknown key": (
-        lambda f: f.update(stats={}),
-        "x.json: stats: expected exactly the keys format, passes, placement, plans, window",
-    ),
-    "no plans": (lambda f: f.update(plans=[]), "x.json: plans: expected at least one"),
-    "passes": (lambda f: f.update(passes=[]), "x.json: passes: expected an object"),
-    "a placement each": (
-        lambda f: f["plans"][1].update(placement=f["placement"]),
-        "x.json: plans[1]: expected a plan without a placement",
-    ),
-    "a plan": (
-        lambda f: f["plans"][1].update(token_cap="60"),
-        "x.json: plans[1]: expected a plan file, Expected `int`, got `str` - at `$.token_cap`",
-    ),
-    "a method": (
-        lambda f: f["plans"][0].update(method="best"),
-        "x.json: plans[0]: method = best: expected one of baseline, reorder, kk, reorder-kk, "
-        "expert-only, attention-only, routepack",
-    ),
-    "window": (
-        lambda f: f.update(window={}),
-        "x.json: window: expected a window's key, Object missing required field `samples`",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN_FILES)
-def test_a_file_that_is_no_set_is_told(case: str) -> None:
-    """One line that names the file and what is wrong in it."""
-    edit, message = BROKEN_FILES[case]
-    with pytest.raises(InputError) as error:
-        PlanSet.from_bytes(edited(edit), "x.json")
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize(("data", "found"), [(b"[]", "'list'"), (b"{}", "None"), (b"3", "'int'")])
-def test_json_that_is_no_set_is_told(data: bytes, found: str) -> None:
-    """Whatever the JSON is."""
-    with pytest.raises(InputError) as error:
-        PlanSet.from_bytes(data)
-    assert str(error.value) == f"planset: format = {found}: expected 'routepack.planset/1'"
-
-
-def test_text_that_is_no_json_is_told() -> None:
-    """With the place where it stops to be JSON."""
-    with pytest.raises(InputError) as error:
-        PlanSet.from_bytes(b"{")
-    assert "planset: expected a planset file in JSON, Expecting property name" in str(error.value)
-
-
-# Verification of a set
-
-
-def with_plan(found: PlanSet, k: int, **fields: Any) -> PlanSet:
-    plans = list(found.plans)
-    plans[k] = msgspec.structs.replace(plans[k], **fields)
-    return msgspec.structs.replace(found, plans=tuple(plans))
-
-
-def test_what_is_broken_is_told_with_its_step() -> None:
-    """Another window, a sample in two steps or in none, two placements, a wrong claim."""
-    found = made(2)
-    assert verify_set(batch(22), found) == [
-        "window: expected the one that the planset was made for, found another"
-    ]
-    first, other = found.samples_of(0)[0], found.plans[1]
-    stolen = (((int(first),), *other.rows[0][1:]), *other.rows[1:])
-    assert verify_set(WINDOW, with_plan(found, 1, rows=stolen))[0] == (
-        f"plans[1]: rows = {first}: expected a sample in 0..23, in one step only"
-    )
-    fewer = msgspec.structs.replace(found, plans=found.plans[:1])
-    absent = int(found.samples_of(1)[0])
-    assert verify_set(WINDOW, fewer) == [
-        f"plans = no sample {absent}: expected each sample in a step"
-    ]
-    moved = tuple(tuple(reversed(slots)) for slots in other.placement)
-    assert verify_set(WINDOW, with_plan(found, 1, placement=moved))[0] == (
-        "placement: expected one for all plans"
-    )
-    score = msgspec.structs.replace(other.score, total=1.0)
-    lines = verify_set(WINDOW, with_plan(found, 1, score=score))
-    assert lines == [f"plans[1]: score.total = 1.0: expected {other.score.total!r}"]
 
 
 # What cannot be had
